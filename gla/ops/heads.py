@@ -1,0 +1,39 @@
+"""Grouped heads and the shapes of log_decay, reduced to one layout. Sizes: see gated_linear_attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, G, D] -> view [B, T, H, D]; query head h reads group h // (H / G)."""
+    B, T, G, D = x.shape
+    if G == heads:
+        return x
+    return x.unsqueeze(3).expand(B, T, G, heads // G, D).reshape(B, T, heads, D)
+
+
+def reduce_heads(grad: Tensor, groups: int) -> Tensor:
+    """[B, T, H, D] -> [B, T, G, D], the sum over the heads of each group."""
+    B, T, H, D = grad.shape
+    return grad if groups == H else grad.view(B, T, groups, H // groups, D).sum(3)
+
+
+def gate_as_4d(log_decay: Tensor, batch: int, tokens: int) -> Tensor:
+    """[G], [B, T, G] or [B, T, G, K] -> view [B, T, G, 1 or K]."""
+    if log_decay.dim() == 1:
+        return log_decay.view(1, 1, -1, 1).expand(batch, tokens, -1, 1)
+    return log_decay.unsqueeze(-1) if log_decay.dim() == 3 else log_decay
+
+
+def gate_grad(grad: Tensor, log_decay: Tensor) -> Tensor:
+    """Gradient of ``gate_as_4d``: [B, T, G, 1 or K] fp32 or wider -> shape and dtype of log_decay."""
+    if log_decay.dim() == 1:
+        grad = grad.sum((0, 1))
+    return grad.reshape(log_decay.shape).to(log_decay.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays; everything narrower is computed and accumulated in fp32."""
+    return torch.promote_types(dtype, torch.float32)
