@@ -1,0 +1,230 @@
+"""Folders and files that are either whole or absent, and known to be unchanged when read.
+
+A folder is written beside its final place, described by ``manifest.json`` (size and SHA-256 of every
+file, and a digest of the manifest itself), synced to the disk and renamed, so a kill at any moment
+leaves no half-written folder under a final name. ``verify_folder`` notices any later change of a bit.
+
+This module knows nothing of tensors, checkpoints or tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gla.errors import CheckpointError, GlaError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+TEMPORARY = ".tmp-"  # prefix of everything unfinished; such names never match "step-*"
+_MAX_MANIFEST_BYTES = 16 << 20  # a longer one is damage, and would be parsed for nothing
+
+
+def write_folder(
+    path: str | Path,
+    writer: Callable[[Path], None],
+    *,
+    replace: bool = False,
+    error: type[GlaError] = CheckpointError,
+) -> None:
+    """Write a folder that appears at ``path`` complete, with a manifest, or not at all.
+
+    Args:
+        path: The final place; its parents are created.
+        writer: Called once with an empty folder to put files (or sub-folders) into.
+        replace: Whether an existing folder at ``path`` may be replaced. (Between the two renames
+            that this takes there is a moment with neither.)
+        error: The class of the errors raised.
+
+    Raises:
+        error: ``path`` exists and ``replace`` is false, or the disk refuses a write (full,
+            read-only, failing). What stood at ``path`` is still there; nothing temporary is left.
+    """
+    path = Path(path)
+    if path.exists() and not replace:
+        raise error(f"{path}: got an existing path, expected none; fix by choosing another name")
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(temporary)
+        temporary.mkdir()
+        writer(temporary)
+        (temporary / MANIFEST).write_bytes(_manifest_bytes(temporary))
+        _sync_tree(temporary)
+        _move_into_place(temporary, path)
+    except OSError as reason:
+        raise error(
+            f"{path}: got {reason.strerror or reason} while writing, expected a writable disk with "
+            "free space; fix by freeing space or choosing another folder"
+        ) from reason
+    finally:
+        remove(temporary)
+
+
+def write_bytes_atomic(path: str | Path, data: bytes) -> None:
+    """Replace the file at ``path`` by ``data`` in one step (temporary file, sync, rename).
+
+    Raises:
+        OSError: The disk refuses; the old file is untouched.
+    """
+    path = Path(path)
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def verify_folder(path: str | Path, *, error: type[GlaError] = CheckpointError) -> dict[str, Any]:
+    """Check every byte of a folder against its manifest.
+
+    Files that the manifest does not name are ignored: nothing reads them.
+
+    Returns:
+        ``{file name: {"size": bytes, "sha256": hex}}``.
+
+    Raises:
+        error: The manifest is missing, damaged or of a newer format, or a file is missing, cut,
+            changed or outside the folder. The message names the file.
+    """
+    path = Path(path)
+    files = _read_manifest(path / MANIFEST, error)
+    for name, facts in files.items():
+        file = path / name
+        if ".." in Path(name).parts or Path(name).is_absolute() or file.is_symlink():
+            raise error(f"{path / MANIFEST}: got the name {name!r}, expected a file of this folder")
+        if not file.is_file():
+            raise error(f"{file}: got no file, expected {facts['size']} bytes")
+        if (size := file.stat().st_size) != facts["size"]:
+            raise error(f"{file}: got {size} bytes, expected {facts['size']}")
+        if (digest := sha256_of_file(file)) != facts["sha256"]:
+            raise error(
+                f"{file}: got SHA-256 {digest[:12]}…, expected {facts['sha256'][:12]}…; "
+                "its bytes have changed since it was written"
+            )
+    return files
+
+
+def newest_verified(parent: str | Path, pattern: str = "step-*") -> tuple[Path | None, list[str]]:
+    """Find the newest folder that verifies.
+
+    "Newest" is by number in the zero-padded name, not by modification time.
+
+    Returns:
+        The folder, or None where none verifies, and one line for each newer folder that was
+        skipped, with the reason.
+    """
+    skipped: list[str] = []
+    found = [p for p in Path(parent).glob(pattern) if p.is_dir()]
+    for folder in sorted(found, key=lambda p: (len(p.name), p.name), reverse=True):
+        try:
+            verify_folder(folder)
+        except CheckpointError as reason:
+            skipped.append(str(reason))
+        else:
+            return folder, skipped
+    return None, skipped
+
+
+def sha256_of_file(path: str | Path) -> str:
+    """Return the SHA-256 of a file's bytes in hex, reading it in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove(path: Path) -> None:
+    """Remove a folder tree if it is there."""
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def remove_leftovers(parent: str | Path) -> None:
+    """Remove what killed writers left in ``parent``. Only where no writer can be at work."""
+    for path in Path(parent).glob(f"{TEMPORARY}*"):
+        if path.is_dir():
+            remove(path)
+        else:
+            path.unlink()
+
+
+def _digest(files: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, files], sort_keys=True).encode()).hexdigest()
+
+
+def _manifest_bytes(folder: Path) -> bytes:
+    files = {
+        file.relative_to(folder).as_posix(): {
+            "size": file.stat().st_size,
+            "sha256": sha256_of_file(file),
+        }
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    manifest = {"format": FORMAT, "files": files, "digest": _digest(files)}
+    return json.dumps(manifest, indent=1, sort_keys=True).encode()
+
+
+def _read_manifest(file: Path, error: type[GlaError]) -> dict[str, Any]:
+    """Return the ``files`` table of a manifest whose own digest is right."""
+    try:
+        if file.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise ValueError("is too long")
+        text = file.read_bytes()
+        manifest = json.loads(text)
+        version, files, digest = manifest["format"], manifest["files"], manifest["digest"]
+    except FileNotFoundError as reason:
+        raise error(f"{file}: got no manifest, expected a finished folder") from reason
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as reason:
+        raise error(f"{file}: got a manifest that cannot be read ({reason})") from reason
+    if isinstance(version, int) and version > FORMAT:
+        raise error(f"{file}: got format {version}, expected at most {FORMAT}; fix by updating gla")
+    # Compared as bytes: an equal JSON value in other bytes is a change too.
+    canonical = {"format": FORMAT, "files": files, "digest": digest}
+    if json.dumps(canonical, indent=1, sort_keys=True).encode() != text or digest != _digest(files):
+        raise error(f"{file}: got a manifest that differs from its own digest; it has been changed")
+    return files
+
+
+def _move_into_place(temporary: Path, path: Path) -> None:
+    """Rename; where something stands at ``path``, put it aside first and remove it last."""
+    aside = path.parent / f"{TEMPORARY}old-{path.name}-{os.getpid()}"
+    if path.exists():
+        os.rename(path, aside)
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, path)
+        raise
+    _sync_folder(path.parent)
+    remove(aside)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            _sync_folder(path)
+        else:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return  # elsewhere a folder cannot be opened; the rename is still atomic
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
