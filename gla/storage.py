@@ -1,8 +1,8 @@
 """Folders and files that are either whole or absent, and known to be unchanged when read.
 
-A folder is written beside its final place, described by ``manifest.json`` (size and SHA-256 of every
-file, and a digest of the manifest itself), synced to the disk and renamed, so a kill at any moment
-leaves no half-written folder under a final name. ``verify_folder`` notices any later change of a bit.
+A folder is written beside its final place, described by ``manifest.json`` (size and SHA-256 of
+every file, and a digest of the manifest itself), synced to the disk and renamed, so a kill at any
+moment leaves no half-written folder under a final name. ``verify_folder`` notices any later change.
 
 This module knows nothing of tensors, checkpoints or tokens.
 """
