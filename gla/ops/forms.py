@@ -40,6 +40,8 @@ def choose(impl: str, q: Tensor, v: Tensor, chunk_size: int | None, causal: bool
         raise ValueError(f"chunk_size: got {chunk_size}, expected None; fix impl (recurrent has no chunks)")
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size: got {chunk_size}, expected one of {CHUNK_SIZES}; fix chunk_size")
+    if q.shape[1] == 0:
+        return whole.no_tokens
     if not causal:
         return whole.whole_sequence
     if form == "recurrent":

@@ -117,17 +117,11 @@ def _backward(
         grads = [torch.empty_like(x) for x in (qw, kw, vw)]
         grad_g = None if gate is None else torch.empty_like(gate)
         for rows, tokens in _sequences(T, B, cu_seqlens):
-            blocks = range(tokens.start, tokens.stop, _BLOCK)
-            starts = [start[rows]]
-            for t in range(tokens.start, blocks[-1] if len(blocks) else tokens.start):
-                if t > tokens.start and (t - tokens.start) % _BLOCK == 0:
-                    starts.append(S)  # noqa: F821 - set by the first pass of this loop
-                S = _step(starts[-1] if (t - tokens.start) % _BLOCK == 0 else S, kw[:, t], vw[:, t], None if gate is None else gate[:, t])
-            if len(blocks) > 1:
-                starts.append(S)
             dS = grad_state[rows]
-            for first, S0 in zip(reversed(blocks), reversed(starts), strict=True):
-                dS = _block_backward(slice(first, min(first + _BLOCK, tokens.stop)), S0, dS, qw, kw, vw, gate, do, grads, grad_g)
+            starts = _block_starts(tokens, start[rows], kw, vw, gate)
+            for first, S in reversed(starts):
+                block = slice(first, min(first + _BLOCK, tokens.stop))
+                dS = _block_backward(block, S, dS, qw, kw, vw, gate, do, grads, grad_g)
             grad_state[rows] = dS
     dq, dk, dv = (reduce_heads(d, x.shape[2]).to(x.dtype) for d, x in zip(grads, (q, k, v), strict=True))
     if log_decay is None or grad_g is None:
@@ -136,6 +130,16 @@ def _backward(
         groups = log_decay.shape[0] if log_decay.dim() == 1 else log_decay.shape[2]
         dg = gate_grad(reduce_heads(grad_g, groups), log_decay)
     return dq, dk, dv, dg, grad_state
+
+
+def _block_starts(tokens: slice, S: Tensor, k, v, gate) -> list[tuple[int, Tensor]]:
+    """(first token, state before it) of every block of ``tokens``."""
+    starts = []
+    for t in range(tokens.start, tokens.stop):
+        if (t - tokens.start) % _BLOCK == 0:
+            starts.append((t, S))
+        S = _step(S, k[:, t], v[:, t], None if gate is None else gate[:, t])
+    return starts
 
 
 def _block_backward(tokens, S, dS, q, k, v, gate, do, grads, grad_g):

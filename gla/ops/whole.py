@@ -39,3 +39,20 @@ def whole_sequence(
     if not states:
         return v.new_zeros(1, 0, H, v.shape[-1], dtype=dtype), v.new_zeros(0, H, q.shape[-1], v.shape[-1])
     return (torch.cat(outs).unsqueeze(0) * scale).to(dtype), torch.stack(states)
+
+
+def no_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """T = 0: an empty output and the initial state, or zeros."""
+    B, _, H, K = q.shape
+    V = v.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    S = q.new_zeros(N, H, K, V, dtype=wide_dtype(q.dtype)) if state is None else state.clone()
+    return v.new_zeros(B, 0, H, V), S

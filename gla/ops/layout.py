@@ -1,0 +1,133 @@
+"""Where the chunks of a call lie: rows, packed documents, tails, and segments that stay in cache.
+
+Sizes: B rows, T tokens, H heads, C tokens of a chunk, N sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Elements of one [tiles, C, dim] buffer of a segment. Some ten such buffers are live at a time.
+_SEGMENT_ELEMENTS = 512 * 1024
+
+
+def chunk_size_for(tokens: int, sequences: int) -> int:
+    """64, or less (a power of two from 16) where sequences are shorter than that on average."""
+    mean = -(-tokens // max(sequences, 1))
+    return min(64, max(16, 1 << (mean - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Chunks first..first + count of rows row..row + rows; index into the saved boundary states."""
+
+    row: int
+    rows: int
+    first: int
+    count: int
+    index: int
+
+
+class Layout:
+    """Chunks of every row, each of one sequence only, and the segments in which they are worked on.
+
+    Attributes:
+        chunks: chunks a row.
+        segments: in forward order; the chunks of a row follow one another.
+        starts, ends: {chunk: index of the sequence that starts / ends with it}; without cu_seqlens
+            each row is one sequence, and the index is None.
+        boundaries: states to save a row: one before each segment. Depends on shapes only.
+    """
+
+    def __init__(self, q: Tensor, value_dim: int, cu_seqlens: Tensor | None, C: int, read: bool = True):
+        B, T, H, K = q.shape
+        self.C, self.T, self.H = C, T, H
+        sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        most_chunks = -(-T // C) if cu_seqlens is None else T // C + sequences
+        tiles = max(1, _SEGMENT_ELEMENTS // (C * max(K, value_dim)))
+        self.rows = max(1, min(B, tiles // (H * min(4, max(1, most_chunks)))))
+        self.count = max(1, min(max(1, most_chunks), tiles // (self.rows * H)))
+        self.boundaries = -(-most_chunks // self.count)
+        self._index: Tensor | None = None
+        self._pads: Tensor | None = None
+        self.starts: dict[int, int | None] = {}
+        self.ends: dict[int, int | None] = {}
+        if not read:
+            return
+        if cu_seqlens is None:
+            self.chunks = most_chunks
+            self.starts, self.ends = {0: None}, {self.chunks - 1: None}
+        else:
+            self._place_documents(cu_seqlens)
+        self.segments = [
+            Segment(r, min(self.rows, B - r), c, min(self.count, self.chunks - c), c // self.count)
+            for r in range(0, B, self.rows)
+            for c in range(0, self.chunks, self.count)
+        ]
+
+    def _place_documents(self, cu_seqlens: Tensor) -> None:
+        """Give each document whole chunks; remember which token each place of a chunk holds."""
+        ends, C = cu_seqlens.tolist(), self.C
+        sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        self.chunks = 0
+        for n, size in enumerate(sizes):
+            if size:
+                self.starts[self.chunks] = n
+                self.chunks += -(-size // C)
+                self.ends[self.chunks - 1] = n
+        if all(size % C == 0 for size in sizes):
+            return
+        places = torch.full((self.chunks * C,), -1)
+        for chunk, n in self.starts.items():
+            if n is not None:
+                places[chunk * C : chunk * C + sizes[n]] = torch.arange(ends[n], ends[n + 1])
+        self._pads = (places < 0).to(cu_seqlens.device)
+        self._index = places.clamp_(min=0).to(cu_seqlens.device)
+
+    def rows_of(self, sequence: int | None, segment: Segment) -> slice:
+        """Rows of an [N, H, K, V] state that a sequence of the segment uses."""
+        if sequence is None:
+            return slice(segment.row, segment.row + segment.rows)
+        return slice(sequence, sequence + 1)
+
+    def load(self, x: Tensor, s: Segment, dtype: torch.dtype) -> Tensor:
+        """Copy the segment of x [B, T, G, D] into [count * rows * H, C, D]; places past an end are 0."""
+        C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
+        if self._index is not None and self._pads is not None:
+            part = x.index_select(1, self._index[first:stop])
+            part.masked_fill_(self._pads[first:stop].view(1, -1, 1, 1), 0)
+        else:
+            part = x[s.row : s.row + s.rows, first : min(stop, self.T)]
+            if stop > self.T:
+                part = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, stop - self.T))
+        G, D = x.shape[2:]
+        out = torch.empty(s.count, s.rows, G, self.H // G, C, D, dtype=dtype, device=x.device)
+        out.copy_(part.unflatten(1, (s.count, C)).permute(1, 0, 3, 2, 4).unsqueeze(3))
+        return out.view(-1, C, D)
+
+    def store(self, tiles: Tensor, s: Segment, out: Tensor, scale: float = 1.0) -> None:
+        """Write tiles [count * rows * H, C, D], times scale, to the segment's tokens of out [B, T, G, D].
+
+        With G < H the heads of a group are summed.
+        """
+        C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
+        G, D = out.shape[2:]
+        tiles = tiles.view(s.count, s.rows, G, self.H // G, C, D)
+        tiles = tiles.squeeze(3) if self.H == G else tiles.sum(3)
+        tiles = tiles.permute(1, 0, 3, 2, 4)
+        if self._index is None and stop <= self.T:
+            into = out[s.row : s.row + s.rows, first:stop].unflatten(1, (s.count, C))
+            if scale == 1.0:
+                into.copy_(tiles)
+            else:
+                torch.mul(tiles, scale, out=into)
+            return
+        flat = tiles.reshape(s.rows, s.count * C, G, D).mul(scale)
+        if self._index is None or self._pads is None:
+            out[s.row : s.row + s.rows, first : self.T].copy_(flat[:, : self.T - first])
+            return
+        real = ~self._pads[first:stop]
+        out.index_copy_(1, self._index[first:stop][real], flat[:, real].to(out.dtype))
