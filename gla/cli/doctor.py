@@ -1,0 +1,123 @@
+"""``gla doctor``: what is installed, what it can run on, and which form of the op runs where."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from gla.cli.arguments import call, print_json
+
+_PACKAGES = ("gla", "torch", "triton", "numpy", "safetensors", "sentencepiece", "datasets")
+_WHY = {
+    "recurrent": "one token needs no chunks",
+    "torch": "chunkwise in plain PyTorch, on every device",
+    "triton": "chunkwise Triton kernels, for this GPU and dtype",
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    return call(doctor, "gla doctor", argv)
+
+
+def doctor(*, json: bool = False) -> int:
+    """Print versions, devices, and which form of the op runs on each device and dtype.
+
+    Each form is run once on a small input and compared with the recurrence in fp64.
+
+    Args:
+        json: Print one JSON object instead of text.
+    """
+    facts = {"versions": versions(), "devices": devices(), "forms": forms(), "compiler": compiler()}
+    if json:
+        print_json(facts)
+        return 0
+    print("versions")
+    for name, version in facts["versions"].items():
+        print(f"  {name:<14} {version or 'not installed'}")
+    print("devices")
+    for name, what in facts["devices"].items():
+        print(f"  {name:<14} {what}")
+    print('what impl="auto" picks')
+    for row in facts["forms"]:
+        where = f"{row['device']} {row['dtype']}, {row['tokens']}"
+        check = f"off by {row['error']:.0e}" if row["error"] is not None else row["fault"]
+        print(f"  {where:<32} {row['form']:<10} {_WHY[row['form']]} ({check})")
+    print(f"C++ compiler for torch.compile on the CPU\n  {facts['compiler'] or 'none found'}")
+    return 0
+
+
+def versions() -> dict[str, str | None]:
+    """Return the version of Python and of each package that matters, None where it is not there."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def devices() -> dict[str, str]:
+    """Return {device: description} of what torch can use here."""
+    import torch
+
+    found = {"cpu": f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
+    for i in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(i)
+        found[f"cuda:{i}"] = (
+            f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+        )
+    if torch.backends.mps.is_available():
+        found["mps"] = "Apple GPU"
+    return found
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler that ``torch.compile`` would call on the CPU, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+def forms() -> list[dict[str, Any]]:
+    """Return, for each device, dtype and length, the form that runs and how exact it is.
+
+    ``error`` is the RMS of the difference to the fp64 recurrence over the RMS of that, on 96 tokens
+    of unit scale; None, with a ``fault``, where the device cannot compute it.
+    """
+    import torch
+
+    from gla.ops.forms import resolve
+
+    rows = []
+    for device in devices():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for tokens, what in ((1, "one token"), (96, "more tokens")):
+                row = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+                row |= {"tokens": what, "form": resolve("auto", tokens)}
+                rows.append(row | _try(torch.device(device), dtype, tokens))
+    return rows
+
+
+def _try(device: Any, dtype: Any, tokens: int) -> dict[str, Any]:
+    """Run the op as ``impl="auto"`` does, and compare it with the recurrence in fp64."""
+    import torch
+
+    from gla.ops.gated_linear_attention import gated_linear_attention
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, tokens, 2, 16)
+    q, k, v, gate = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    decay = torch.nn.functional.logsigmoid(gate)
+    exact = gated_linear_attention(
+        q.double(), k.double(), v.double(), decay.double(), impl="recurrent"
+    ).o
+    try:
+        o = gated_linear_attention(*(x.to(device) for x in (q, k, v, decay))).o
+    except RuntimeError as reason:
+        return {"error": None, "fault": str(reason).splitlines()[0]}
+    difference = o.double().cpu() - exact
+    return {"error": (difference.square().mean() / exact.square().mean()).sqrt().item()}

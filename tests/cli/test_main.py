@@ -1,0 +1,140 @@
+"""The command line as a process sees it: exit codes, streams, one line for an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gla
+from gla.cli import main as cli
+from gla.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_gla(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gla", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def test_version() -> None:
+    done = run_gla("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"gla {gla.__version__}\n", "")
+
+
+def test_help_names_every_command() -> None:
+    done = run_gla("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_every_command_has_its_file() -> None:
+    files = {p.stem for p in (ROOT / "gla" / "cli").glob("*.py")}
+    assert set(COMMANDS) <= files
+
+
+def test_no_command_is_a_usage_error() -> None:
+    done = run_gla()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: gla COMMAND")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"usage: gla {command}" in capsys.readouterr().out
+
+
+def test_help_of_a_nested_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["tokenizer", "train"], ["data", "prepare"]):
+        with pytest.raises(SystemExit) as left:
+            main([*arguments, "--help"])
+        assert left.value.code == 0
+        assert "--out PATH" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("demo", "doctor")])
+def test_missing_arguments_are_a_usage_error(command: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command])
+    assert left.value.code == 2
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    done = run_gla("trian", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gla: command: got 'trian', expected 'train'; fix with gla --help\n"
+
+
+def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:
+    done = run_gla("doctor", "--jsn")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--json" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (gla.ConfigError, 2),
+        (gla.DataError, 3),
+        (gla.CheckpointError, 4),
+        (gla.StateError, 4),
+        (gla.NumericsError, 5),
+        (gla.DistributedError, 6),
+    ],
+)
+def test_an_error_is_one_line_and_its_exit_code(
+    error: type[gla.GlaError],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: list[str]) -> int:
+        raise error("x.toml: got 1, expected 2; fix x")
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    assert main([]) == code
+    assert capsys.readouterr().err == "gla: x.toml: got 1, expected 2; fix x\n"
+    with pytest.raises(error):
+        main(["--debug"])
+
+
+def test_an_os_error_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = tmp_path / "none.txt"
+    monkeypatch.setattr(cli, "_dispatch", lambda _: open(missing))
+    assert main([]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gla: {missing}: got No such file") and error.count("\n") == 1
+
+
+def test_ctrl_c_exits_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_dispatch", interrupt)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "gla: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
+def test_a_closed_stdout_is_quiet(arguments: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gla", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # before the first byte is written
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
