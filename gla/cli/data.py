@@ -23,6 +23,7 @@ def prepare(
     val_fraction: float = 0.05,
     text_field: str = "text",
     max_bad: int = 0,
+    workers: int = 1,
 ) -> int:
     """Turn text into shards of tokens, split into train and validation by document.
 
@@ -34,20 +35,30 @@ def prepare(
         val_fraction: Share of the documents kept for validation; at least one is.
         text_field: Key or column that holds the text of .jsonl, .parquet and Hub rows.
         max_bad: Skip up to this many faulty rows and files instead of stopping at the first.
+        workers: Processes that tokenize.
     """
+    from rich.console import Console
+
     from gla.data.corpus import Corpus
-    from gla.data.loader import TokenDataset
     from gla.data.prepare import prepare
 
     corpus = Corpus(sources, text_field=text_field, max_bad=max_bad)
-    prepare(corpus, tokenizer, out, val_fraction=val_fraction)
-    for split in ("train", "val"):
-        data = TokenDataset.open(out / split)
-        print(
-            f"{out / split}: {data.num_documents:,} documents, {data.num_tokens:,} tokens, "
-            f"{data.num_bytes:,} bytes"
+    with Console(stderr=True).status("reading") as status:  # shows nothing off a terminal
+        done = prepare(
+            corpus,
+            tokenizer,
+            out,
+            val_fraction,
+            workers=workers,
+            on_progress=lambda documents, size: status.update(
+                f"{documents:,} documents, {size / 1e6:,.1f} MB of text"
+            ),
         )
-    if corpus.skipped:
-        print(f"skipped {corpus.skipped} faulty records")
+    for name, split in (("train", done.train), ("val", done.val)):
+        print(
+            f"{out / name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
+            f"{split.num_bytes:,} bytes of text"
+        )
+    print(f"left out: {done.duplicates:,} duplicates, {done.skipped:,} faulty records")
     print(f"next: gla train RECIPE --data.path {out}")
     return 0

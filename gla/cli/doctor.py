@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+import gla
 from gla.cli.arguments import call, print_json
 
-_PACKAGES = ("gla", "torch", "triton", "numpy", "safetensors", "sentencepiece", "datasets")
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "datasets")
 _WHY = {
     "recurrent": "one token needs no chunks",
     "torch": "chunkwise in plain PyTorch, on every device",
@@ -53,7 +54,7 @@ def doctor(*, json: bool = False) -> int:
 
 def versions() -> dict[str, str | None]:
     """Return the version of Python and of each package that matters, None where it is not there."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "gla": gla.__version__}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
