@@ -68,7 +68,7 @@ def measure(
     dataset = TokenDataset.open(folder)
     if dataset.tokenizer_fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{folder}: got tokens of the tokenizer {dataset.tokenizer_fingerprint[:12]}…, expected "
+            f"{folder}: got tokens of tokenizer {dataset.tokenizer_fingerprint[:12]}…, expected "
             f"those of {run / 'tokenizer'} ({tokenizer.fingerprint[:12]}…); "
             f"fix with gla data prepare … --tokenizer {run / 'tokenizer'}"
         )
