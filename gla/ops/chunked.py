@@ -34,6 +34,7 @@ from torch import Tensor
 
 from gla.ops.decay import Factors, Tree, exact_grads, exact_scores, factors, floor_of, mild_gate_grad
 from gla.ops.heads import gate_as_4d, gate_grad, wide_dtype
+from gla.ops import memory
 from gla.ops.layout import Layout, Segment, chunk_size_for
 
 
@@ -150,7 +151,7 @@ def _forward(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = q.new_zeros(N, H, K, V, dtype=wide) if state is None else state.clone()
     saved = q.new_zeros(layout.boundaries, B, H, K, V, dtype=wide)
-    o = v.new_empty(B, T, H, V)
+    o = memory.empty((B, T, H, V), v.dtype, v.device)
     g = None if log_decay is None else gate_as_4d(log_decay, B, T)
     with torch.autocast(q.device.type, enabled=False):
         S = q.new_empty(0, dtype=wide)
@@ -202,9 +203,9 @@ def _backward(
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     layout = Layout(q, V, cu_seqlens, chunk_size)
     grad_initial = grad_final.clone()
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (memory.empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
     g = None if log_decay is None else gate_as_4d(log_decay, B, T)
-    dg = None if g is None else torch.empty(g.shape, dtype=wide, device=g.device)
+    dg = None if g is None else memory.empty(tuple(g.shape), wide, g.device)
     with torch.autocast(q.device.type, enabled=False):
         dS = q.new_empty(0, dtype=wide)
         for s in reversed(layout.segments):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Elements of one [tiles, C, dim] buffer of a segment. Some ten such buffers are live at a time.
-_SEGMENT_ELEMENTS = 512 * 1024
+_SEGMENT_ELEMENTS = 256 * 1024
 
 
 def chunk_size_for(tokens: int, sequences: int) -> int:
