@@ -1,0 +1,146 @@
+"""Keys and values of a softmax layer: everything read so far, or a ring of the last W tokens.
+
+Neither is changed under the hands of a caller who keeps an older state. The ring is small and is
+written anew. The full cache has spare room, and new tokens go into slots that older states do not
+read; ``filled`` is shared by all states over the same buffers, so that a state which finds its
+next slot taken, because another one went on from the same point, copies the buffers first.
+
+Sizes: N sequences, T tokens, G heads of keys and values, D their dimension, C capacity.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gla.layers.packing import document_of_token
+
+_SMALLEST = 64
+
+
+class SoftmaxState(NamedTuple):
+    """State of a softmax layer. Keys are stored after the rotary embedding.
+
+    Attributes:
+        k: [N, C, G, D] keys. Full: token j in slot j, C at least ``position``. Ring: C = W, token j
+            in slot j mod W.
+        v: [N, C, G, D] values.
+        position: [N] int64, tokens read so far.
+        filled: [N] int64, slots of the buffers written so far by any state that shares them; None
+            in a ring. Kept on the CPU, where its value decides what happens.
+    """
+
+    k: Tensor
+    v: Tensor
+    position: Tensor
+    filled: Tensor | None
+
+
+def empty(
+    batch_size: int,
+    window: int | None,
+    num_heads: int,
+    dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> SoftmaxState:
+    """State of N sequences that have read nothing: a ring of W slots, or no room yet."""
+    k = torch.zeros(batch_size, window or 0, num_heads, dim, device=device, dtype=dtype)
+    position = torch.zeros(batch_size, device=device, dtype=torch.int64)
+    filled = torch.zeros(batch_size, dtype=torch.int64) if window is None else None
+    return SoftmaxState(k, torch.zeros_like(k), position, filled)
+
+
+class Place(NamedTuple):
+    """Where new tokens stand.
+
+    Attributes:
+        row: [B, T] or [1, T] int64, the sequence of each token.
+        position: same shape, its place in that sequence, from 0.
+        length: [N] int64, new tokens of each sequence.
+        first: [N] int64, index of the sequence's first new token among all B * T tokens.
+    """
+
+    row: Tensor
+    position: Tensor
+    length: Tensor
+    first: Tensor
+
+
+def place_tokens(start: Tensor, B: int, T: int, cu_seqlens: Tensor | None) -> Place:
+    """Place B rows of T tokens, or a packed row, after ``start`` [N] earlier tokens each."""
+    t = torch.arange(T, device=start.device)
+    if cu_seqlens is None:
+        row = torch.arange(B, device=start.device)
+        length = torch.full_like(start, T)
+        return Place(row.unsqueeze(1).expand(B, T), start.unsqueeze(1) + t, length, row * T)
+    document = document_of_token(cu_seqlens, T)
+    first = cu_seqlens[:-1].long()
+    position = t - first[document] + start[document]
+    return Place(document.unsqueeze(0), position.unsqueeze(0), cu_seqlens.diff().long(), first)
+
+
+def append(state: SoftmaxState, k: Tensor, v: Tensor, place: Place) -> SoftmaxState:
+    """Full cache with new tokens: k, v [B, T, G, D] go to the slots that ``place`` says.
+
+    Room grows by doubling. Buffers are written in place where that cannot be noticed.
+    """
+    position = state.position + place.length
+    # One read of positions on the host; what is filled is known there.
+    before, after = state.position.cpu(), position.cpu()
+    needed = int(after.max()) if len(after) else 0
+    buffers = (state.k, state.v)
+    owned = state.filled is not None and torch.equal(state.filled.cpu(), before)
+    if needed > state.k.shape[1]:
+        capacity = max(needed, 2 * state.k.shape[1], _SMALLEST)
+        pad = (0, 0, 0, 0, 0, capacity - state.k.shape[1])
+        buffers = tuple(F.pad(x, pad) for x in buffers)
+        owned, filled = True, before.clone()
+    else:
+        filled = state.filled
+    in_place = owned and not _noticed(buffers, (k, v))
+    new = []
+    for buffer, x in zip(buffers, (k, v), strict=True):
+        x = x.to(buffer.dtype)
+        index = (place.row, place.position)
+        new.append(buffer.index_put_(index, x) if in_place else buffer.index_put(index, x))
+    if in_place and filled is not None:
+        filled.copy_(after)
+    else:
+        filled = after
+    return SoftmaxState(new[0], new[1], position, filled)
+
+
+def _noticed(buffers: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> bool:
+    """Whether autograd, or inference mode, would see a write into the buffers."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*buffers, *new)):
+        return True
+    return buffers[0].is_inference() and not torch.is_inference_mode_enabled()
+
+
+def turn(state: SoftmaxState, k: Tensor, v: Tensor, place: Place) -> SoftmaxState:
+    """Ring with new tokens: k, v [B, T, G, D]; each slot takes the newest token that is its own."""
+    window = state.k.shape[1]
+    position = state.position + place.length
+    slot = torch.arange(window, device=k.device)
+    last = position.unsqueeze(1) - 1
+    owner = last - (last - slot).remainder(window)  # place in its sequence of the slot's token
+    new = owner >= state.position.unsqueeze(1)
+    token = place.first.unsqueeze(1) + owner - state.position.unsqueeze(1)
+    token = token.where(new, 0)
+    rings = []
+    for ring, x in zip((state.k, state.v), (k, v), strict=True):
+        x = x.flatten(0, 1).to(ring.dtype)
+        rings.append(torch.where(new[..., None, None], x[token], ring))
+    return SoftmaxState(rings[0], rings[1], position, None)
+
+
+def in_order(ring: Tensor, position: Tensor) -> Tensor:
+    """Ring [N, W, G, D] -> the same W tokens from the oldest to the newest."""
+    window = ring.shape[1]
+    slot = torch.arange(window, device=ring.device)
+    slot = (position.unsqueeze(1) + slot).remainder(window)
+    return ring.gather(1, slot[..., None, None].expand_as(ring))

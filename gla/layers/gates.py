@@ -1,0 +1,84 @@
+"""Forget gates: how a layer computes ``log_decay``, the natural log of the gate, at most 0.
+
+| gate      | log_decay     | shape        | source                                          |
+|-----------|---------------|--------------|-------------------------------------------------|
+| "none"    | None          | -            | linear attention, arXiv 2006.16236              |
+| "fixed"   | log(1 - 2^(-5 - h)) for head h | [G] | RetNet, arXiv 2307.08621               |
+| "head"    | logsigmoid(W x + b) / 16       | [B, T, G] | one number a head and token          |
+| "channel" | logsigmoid(W2 W1 x + b) / 16   | [B, T, G, K] | GLA, arXiv 2312.06635, rank 16    |
+
+Sizes: B batch, T tokens, D model width, G heads of keys and values, K key dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from gla.layers.linear import WideLinear
+
+RANK = 16
+DIVISOR = 16  # pulls the gate towards 1: a sigmoid of 0.5 becomes a decay of 0.958 a token
+
+
+class FixedGate(nn.Module):
+    """One constant decay a head, the longest memory in the last head; no parameters."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> log_decay [G] fp32; x only says on which device."""
+        head = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)
+        return torch.log1p(-torch.exp2(-5 - head))
+
+
+class HeadGate(nn.Module):
+    """One gate a head and token."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.proj = WideLinear(d_model, num_heads, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> log_decay [B, T, G], fp32 or wider."""
+        return F.logsigmoid(self.proj(x)) / DIVISOR
+
+
+class ChannelGate(nn.Module):
+    """One gate a key channel and token, through a bottleneck of rank 16."""
+
+    def __init__(self, d_model: int, num_heads: int, key_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.down = WideLinear(d_model, RANK)
+        self.up = WideLinear(RANK, num_heads * key_dim, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> log_decay [B, T, G, K], fp32 or wider."""
+        gate_logits = self.up(self.down(x))
+        return (
+            F.logsigmoid(rearrange(gate_logits, "b t (g k) -> b t g k", g=self.num_heads)) / DIVISOR
+        )
+
+
+def build_gate(gate: str, d_model: int, num_heads: int, key_dim: int) -> nn.Module | None:
+    """Return the module that maps x [B, T, D] to log_decay, or None for "none".
+
+    Args:
+        gate: a name of the table above.
+        d_model: D.
+        num_heads: G.
+        key_dim: K, of one head.
+    """
+    match gate:
+        case "fixed":
+            return FixedGate(num_heads)
+        case "head":
+            return HeadGate(d_model, num_heads)
+        case "channel":
+            return ChannelGate(d_model, num_heads, key_dim)
+    return None

@@ -1,0 +1,50 @@
+"""Linear maps as the mixers use them: initialization, and maps that stay in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INIT_STD = 0.02
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` whose weights start as N(0, 0.02^2) and biases at 0.
+
+    The initialization of the public GLA models (flash-linear-attention, ``initializer_range``).
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights again."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class WideLinear(Linear):
+    """A Linear that computes in fp32 or wider, under autocast too, and keeps fp32 parameters.
+
+    For gates: a decay is multiplied with itself over thousands of tokens, so the 8 bits of bf16 are
+    not enough. ``model.bfloat16()`` or ``.half()`` leaves its parameters in fp32.
+    """
+
+    no_weight_decay = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideLinear:
+        def keep_wide(x: Tensor) -> Tensor:
+            moved = fn(x)
+            narrow = moved.dtype.is_floating_point and moved.dtype.itemsize < 4
+            return x.to(moved.device) if narrow else moved
+
+        return super()._apply(keep_wide, recurse)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] in any float dtype -> [..., out_features] in the parameters' dtype."""
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.to(self.weight.dtype), self.weight, self.bias)

@@ -1,0 +1,196 @@
+"""The protocol of token mixers, and the table of those that a recipe may name.
+
+Sizes: B batch, T tokens, D model width, N sequences (N = B, or the number of packed documents).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
+
+from gla.errors import ConfigError
+from gla.state import LayerState
+
+
+class MixerConfig(BaseModel):
+    """Base of a mixer's options: exact types, no unknown key, never changed once built.
+
+    A subclass adds ``kind: Literal["its name"] = "its name"`` and its own keys.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Mixer(nn.Module):
+    """A causal map over tokens with a state: the part of a block that looks at other tokens.
+
+    A subclass is built as ``Layer(d_model, config)`` and raises ConfigError there if it cannot do
+    what the config asks. It gives ``forward`` and ``init_state``. Rules that the model relies on:
+
+    - A later token never changes an earlier output, and documents of a pack never meet.
+    - Splitting a sequence anywhere and passing the state on changes nothing beyond rounding.
+    - The state passed in is left as it was.
+
+    A last map that is an ``nn.Linear`` named ``out_proj`` is scaled down with the depth of the
+    model at initialization; see ``gla.models.language_model``. Modules that set
+    ``no_weight_decay = True`` are not decayed by the optimizer.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        need_state: bool = True,
+    ) -> tuple[Tensor, LayerState | None]:
+        """Mix T tokens.
+
+        Args:
+            x: [B, T, D].
+            state: state of N sequences to go on from; None starts afresh.
+            cu_seqlens: [N+1] int32 or int64 offsets of documents packed into one row (B = 1).
+            need_state: False lets the mixer skip the final state and return None for it.
+
+        Returns:
+            y [B, T, D], and the state after the last token of each sequence.
+        """
+        raise NotImplementedError
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LayerState:
+        """State of sequences that have read nothing.
+
+        Args:
+            batch_size: N.
+            device: of the state; that of the layer if None.
+            dtype: of the activations; that of the layer if None.
+        """
+        raise NotImplementedError
+
+    def step(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """Mix one token: x [B, D] -> y [B, D], next state."""
+        y, after = self(x.unsqueeze(1), state)
+        return y.squeeze(1), after
+
+
+_MIXERS: dict[str, tuple[type[BaseModel], Callable[[int, Any], Mixer]]] = {}
+
+
+def register_mixer(name: str, Config: type[BaseModel], Layer: Callable[[int, Any], Mixer]) -> None:
+    """Let recipes and ``ModelConfig`` name a mixer of your own as ``kind``.
+
+    Call it before the recipe is loaded, from your own Python file; recipes never import code. A
+    whole mixer, which weights each token with the one or two before it::
+
+        from typing import Literal, NamedTuple
+
+        import gla
+        from gla.layers.mixer import Mixer, MixerConfig
+        from gla.layers.short_convolution import ShortConvolution
+        from torch import Tensor, nn
+
+        class LookBackConfig(MixerConfig):
+            kind: Literal["look_back"] = "look_back"
+            width: int = 3
+
+        class LookBackState(NamedTuple):
+            recent: Tensor  # [N, width - 1, D]
+
+        class LookBack(Mixer):
+            def __init__(self, d_model, config):
+                super().__init__()
+                self.conv = ShortConvolution(d_model, config.width)
+                self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+            def init_state(self, batch_size, *, device=None, dtype=None):
+                return LookBackState(self.conv.init_state(batch_size, device, dtype))
+
+            def forward(self, x, state=None, *, cu_seqlens=None, need_state=True):
+                y, recent = self.conv(x, None if state is None else state.recent, cu_seqlens)
+                return self.out_proj(y), LookBackState(recent) if need_state else None
+
+        gla.register_mixer("look_back", LookBackConfig, LookBack)
+        config = gla.ModelConfig(
+            d_model=64, vocab_size=256, layers=["mine*2", "gla"], mixers={"mine": {"kind": "look_back"}}
+        )
+
+    Args:
+        name: the value of ``kind``. Registering a name again replaces the mixer.
+        Config: pydantic model with a field ``kind`` that defaults to ``name``.
+        Layer: called as ``Layer(d_model, config)``; see ``Mixer``.
+
+    Raises:
+        ConfigError: ``Config`` has no such ``kind``.
+    """
+    field = getattr(Config, "model_fields", {}).get("kind")
+    if field is None or field.default != name:
+        got = "no field" if field is None else f"the default {field.default!r}"
+        raise ConfigError(
+            f"{Config.__name__}.kind: got {got}, expected the name {name!r}; "
+            f'fix by adding kind: Literal["{name}"] = "{name}"'
+        )
+    _MIXERS[name] = (Config, Layer)
+
+
+def mixer_config(table: Mapping[str, Any]) -> BaseModel:
+    """Check a mixer's table against the config of its ``kind``.
+
+    Raises:
+        ConfigError: one line for each fault, an unknown key with the nearest valid one.
+    """
+    kind = table.get("kind")
+    if kind not in _MIXERS:
+        got = "nothing" if kind is None else repr(kind)
+        raise ConfigError(f"kind: got {got}, expected {nearest(str(kind), _MIXERS)}")
+    Config = _MIXERS[kind][0]
+    try:
+        return Config.model_validate(dict(table))
+    except ValidationError as error:
+        raise ConfigError(describe_faults(Config, error)) from None
+
+
+def build_mixer(d_model: int, config: Any) -> Mixer:
+    """Build the layer that ``config.kind`` names.
+
+    Raises:
+        ConfigError: the layer cannot do what the config asks.
+    """
+    return _MIXERS[config.kind][1](d_model, config)
+
+
+def nearest(name: str, known: Any) -> str:
+    """The end of a message about an unknown name: what was meant, or all that there is."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    if near:
+        return f"one of {', '.join(known)}; fix by writing {near[0]!r}"
+    return f"one of {', '.join(known)}; fix the name"
+
+
+def describe_faults(Config: type[BaseModel], error: ValidationError) -> str:
+    """Every fault that pydantic found, one line each: field, what it got, what was expected."""
+    return "\n".join(_describe(Config, fault) for fault in error.errors())
+
+
+def _describe(Config: type[BaseModel], fault: Any) -> str:
+    field = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"{field}: got an unknown key, expected {nearest(field, Config.model_fields)}"
+    if fault["type"] == "missing":
+        return f"{field}: got nothing, expected a value; fix by setting {field}"
+    if fault["type"] == "value_error":
+        reason = fault["ctx"]["error"]
+        prefix = field and not isinstance(reason, ConfigError)
+        return f"{field}: {reason}" if prefix else str(reason)
+    wanted = fault["msg"].removeprefix("Input should be ")
+    return f"{field}: got {fault['input']!r}, expected {wanted}; fix {field}"

@@ -1,0 +1,168 @@
+"""Softmax attention layer: full or over a sliding window, rotary positions, grouped heads.
+
+The baseline (Vaswani et al. 2017, arXiv 1706.03762) and the local part of hybrids.
+
+Sizes: B batch, T tokens, D model width, H heads, G heads of keys and values, K dimension of a head,
+N sequences (N = B, or the number of packed documents).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from einops import rearrange
+from pydantic import Field
+from torch import Tensor
+
+from gla.errors import ConfigError, StateError
+from gla.layers import cache
+from gla.layers.attention import attend, attend_after_window, attend_to_cache
+from gla.layers.cache import SoftmaxState
+from gla.layers.linear import Linear
+from gla.layers.linear_attention import check_groups, head_dim
+from gla.layers.mixer import Mixer, MixerConfig
+from gla.layers.packing import group_documents
+from gla.layers.rotary import rotate
+from gla.state import select
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class SoftmaxAttentionConfig(MixerConfig):
+    """Options of ``SoftmaxAttention``.
+
+    Attributes:
+        kind: "softmax_attention".
+        num_heads: H; None is max(1, d_model // 64).
+        num_kv_heads: G, heads of keys and values, each shared by H / G heads; None is H.
+        window: a token reads itself and the window - 1 before it; None reads all before it.
+        rotary: whether positions are embedded; without, only the order of reading tells them.
+        rotary_base: base of the rotary wavelengths.
+    """
+
+    kind: Literal["softmax_attention"] = "softmax_attention"
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    window: Count | None = None
+    rotary: bool = True
+    rotary_base: Annotated[float, Field(gt=1)] = 10_000.0
+
+
+class SoftmaxAttention(Mixer):
+    """The layer. Its state is a ring of ``window`` tokens, or a cache that grows."""
+
+    def __init__(self, d_model: int, config: SoftmaxAttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_heads or max(1, d_model // 64)
+        self.num_kv_heads = config.num_kv_heads or self.num_heads
+        self.dim = head_dim("d_model", d_model, self.num_heads)
+        check_groups(self.num_heads, self.num_kv_heads)
+        if config.rotary and self.dim % 2:
+            raise ConfigError(
+                f"rotary: got true with d_model / num_heads = {self.dim}, expected an even number; "
+                "fix num_heads or rotary"
+            )
+        self.q_proj = Linear(d_model, d_model)
+        self.k_proj = Linear(d_model, self.num_kv_heads * self.dim)
+        self.v_proj = Linear(d_model, self.num_kv_heads * self.dim)
+        self.out_proj = Linear(d_model, d_model)
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SoftmaxState:
+        """Empty state in the dtype of the activations."""
+        weight = self.out_proj.weight
+        return cache.empty(
+            batch_size,
+            self.config.window,
+            self.num_kv_heads,
+            self.dim,
+            device or weight.device,
+            dtype or weight.dtype,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: SoftmaxState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        need_state: bool = True,
+    ) -> tuple[Tensor, SoftmaxState | None]:
+        """See ``Mixer.forward``.
+
+        Raises:
+            StateError: the cache is narrower than the new keys and would round them.
+        """
+        B, T = x.shape[:2]
+        q = rearrange(self.q_proj(x), "b t (h k) -> b t h k", h=self.num_heads)
+        k = rearrange(self.k_proj(x), "b t (g k) -> b t g k", g=self.num_kv_heads)
+        v = rearrange(self.v_proj(x), "b t (g k) -> b t g k", g=self.num_kv_heads)
+        if state is None:
+            N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            position = torch.zeros(N, device=x.device, dtype=torch.int64)
+        else:
+            position = state.position
+            _check_dtype(state.k.dtype, k.dtype)
+        place = cache.place_tokens(position, B, T, cu_seqlens)
+        if self.config.rotary:
+            q, k = (rotate(u, place.position, self.config.rotary_base) for u in (q, k))
+        before, after = state, None
+        full = self.config.window is None
+        if need_state or (full and state is not None):
+            start = self.init_state(len(position), device=x.device, dtype=k.dtype)
+            after = (cache.append if full else cache.turn)(
+                start if state is None else state, k, v, place
+            )
+        # A full cache is read with the new tokens in it, a ring before they overwrite the old ones.
+        past = after if full and before is not None else before
+        if cu_seqlens is None:
+            o = self._attend(q, k, v, past, position)
+        else:
+            o = self._attend_packed(q, k, v, past, position, cu_seqlens)
+        y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
+        return y, after if need_state else None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, past: SoftmaxState | None, position: Tensor
+    ) -> Tensor:
+        """Rows [B, T, ...] after ``position`` [B] earlier tokens -> [B, T, H, K]."""
+        if past is None:
+            return attend(q, k, v, self.config.window)
+        if past.filled is None:
+            k_past, v_past = (cache.in_order(ring, position) for ring in (past.k, past.v))
+            return attend_after_window(q, k, v, k_past, v_past, position)
+        used = int(past.filled.max())
+        return attend_to_cache(q, past.k[:, :used], past.v[:, :used], position)
+
+    def _attend_packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: SoftmaxState | None,
+        position: Tensor,
+        cu_seqlens: Tensor,
+    ) -> Tensor:
+        """Documents of a packed row, as rows of a few batches: [1, T, ...] -> [1, T, H, K]."""
+        outputs, tokens = [q[0, :0]], [cu_seqlens.new_zeros(0, dtype=torch.int64)]
+        for group in group_documents(cu_seqlens):
+            rows = (x[0, group.tokens] for x in (q, k, v))
+            before = None if past is None else select(past, group.documents)
+            outputs.append(self._attend(*rows, before, position[group.documents])[group.real])
+            tokens.append(group.tokens[group.real])
+        return torch.cat(outputs)[torch.cat(tokens).argsort()].unsqueeze(0)
+
+
+def _check_dtype(cached: torch.dtype, new: torch.dtype) -> None:
+    if torch.promote_types(cached, new) != cached:
+        raise StateError(
+            f"state.k: got a cache in {cached} for keys in {new}, expected {new}; "
+            "fix by going on in the precision that the state was made in"
+        )

@@ -1,0 +1,1 @@
+"""Models: named mixers in a pattern, between an embedding and a head."""

@@ -1,0 +1,402 @@
+"""The language model: embedding, blocks of a mixer and a feed-forward layer, norm, head.
+
+    h = embed(token)
+    h = h + mixer(norm(h));  h = h + mlp(norm(h))          for each block
+    logits = norm(h) W^T
+
+Initialization: linear maps and embeddings N(0, 0.02^2), biases 0, norms 1; the last maps of a
+block, ``mixer.out_proj`` and ``mlp.down_proj``, divided by sqrt(2 * number of blocks), as in GPT-2
+(Radford et al. 2019), so that the residual stream starts at a size that does not grow with depth.
+
+Sizes: B batch, T tokens, D model width, V vocabulary, N sequences (N = B, or the number of packed
+documents).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gla import storage
+from gla.errors import CheckpointError, ConfigError, StateError
+from gla.layers.feed_forward import SwiGLU
+from gla.layers.linear import INIT_STD, Linear
+from gla.layers.mixer import Mixer, build_mixer
+from gla.layers.norms import RMSNorm
+from gla.models.config import ModelConfig
+from gla.models.loss import linear_cross_entropy
+from gla.state import LayerState, ModelState
+
+logger = logging.getLogger("gla")
+
+PREFILL_TOKENS = 2048
+
+
+class LanguageModelOutput(NamedTuple):
+    """What ``forward`` returns.
+
+    Attributes:
+        logits: [B, T, V], 0 at pads.
+        state: after the last token of each sequence, or None if it was not asked for.
+    """
+
+    logits: Tensor
+    state: ModelState | None
+
+
+class Block(nn.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
+        super().__init__()
+        self.residual_scale = (2 * len(config.layer_names)) ** -0.5
+        self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = SwiGLU(config.d_model, config.mlp_hidden)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Scale down the freshly drawn last maps of the mixer and of the feed-forward layer."""
+        for last in (getattr(self.mixer, "out_proj", None), self.mlp.down_proj):
+            if isinstance(last, nn.Linear):
+                last.weight *= self.residual_scale
+
+    def forward(
+        self,
+        h: Tensor,
+        state: LayerState | None,
+        cu_seqlens: Tensor | None = None,
+        need_state: bool = True,
+    ) -> tuple[Tensor, LayerState | None]:
+        """h [B, T, D] -> h [B, T, D], state of the mixer."""
+        y, state = self.mixer(
+            self.mixer_norm(h), state, cu_seqlens=cu_seqlens, need_state=need_state
+        )
+        h = h + y
+        return h + self.mlp(self.mlp_norm(h)), state
+
+    def step(self, h: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """One token: h [B, D] -> h [B, D], next state."""
+        y, state = self.mixer.step(self.mixer_norm(h), state)
+        h = h + y
+        return h + self.mlp(self.mlp_norm(h)), state
+
+
+class LanguageModel(nn.Module):
+    """A causal language model.
+
+    Args:
+        config: see ``ModelConfig``.
+
+    Raises:
+        ConfigError: a mixer cannot do what its table asks, for example heads that do not divide.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(
+            Block(config, _build(config, name)) for name in config.layer_names
+        )
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = Linear(config.d_model, config.vocab_size)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, for example after ``to_empty`` of a model on "meta"."""
+        for module in reversed(list(self.modules())):  # parts first: a block rescales its parts
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None and module is not self:
+                reset()
+        nn.init.normal_(self.embed.weight, std=INIT_STD)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> LanguageModel:
+        """Load the newest checkpoint of a run that verifies, or one checkpoint.
+
+        Args:
+            path: a run folder, or a checkpoint folder inside one.
+            device: where the model goes.
+
+        Raises:
+            CheckpointError: none verifies, or it belongs to another model.
+            ConfigError: the run's config.toml is missing or not valid.
+        """
+        run, checkpoint = _find_checkpoint(Path(path))
+        with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
+            model = cls(ModelConfig.from_toml(run / "config.toml"))
+        file = checkpoint / "model.safetensors"
+        try:
+            model.load_state_dict(load_file(file))
+        except (OSError, SafetensorError, RuntimeError) as reason:
+            raise CheckpointError(
+                f"{file}: got {reason}, expected the weights of {run / 'config.toml'}; "
+                "fix by loading the run that wrote them"
+            ) from reason
+        return model.to(device).eval()
+
+    def num_parameters(self) -> int:
+        """Number of weights; a tied head counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def init_state(self, batch_size: int) -> ModelState:
+        """State of sequences that have read nothing."""
+        weight = self.embed.weight
+        layers = tuple(
+            _mixer(block).init_state(batch_size, device=weight.device, dtype=weight.dtype)
+            for block in self.blocks
+        )
+        return ModelState(layers, torch.zeros(batch_size, dtype=torch.int64, device=weight.device))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        need_state: bool = True,
+    ) -> LanguageModelOutput:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens: [B, T] int64.
+            state: of N sequences to go on from; None starts afresh.
+            cu_seqlens: [N+1] int32 or int64 offsets of documents packed into one row (B = 1).
+            mask: [B, T] bool, True at real tokens. Pads may stand anywhere and change nothing.
+            need_state: False saves the work of the final state.
+
+        Raises:
+            ValueError: shapes that do not fit; the message names the tensor.
+            StateError: a state of another model or number of sequences.
+        """
+        self._check(tokens, state, cu_seqlens, mask)
+        if mask is None:
+            h, after = self._hidden(tokens, state, cu_seqlens, need_state)
+            return LanguageModelOutput(self._logits(h), after)
+        # One mechanism for rows and documents: the real tokens of the rows become a pack.
+        lengths = mask.sum(1)
+        h, after = self._hidden(tokens[mask].unsqueeze(0), state, _offsets(lengths), need_state)
+        packed = self._logits(h).squeeze(0)
+        logits = packed.new_zeros(*tokens.shape, packed.shape[-1])
+        return LanguageModelOutput(logits.masked_scatter(mask.unsqueeze(-1), packed), after)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        ignore_index: int = -100,
+        cu_seqlens: Tensor | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        state: ModelState | None = None,
+    ) -> Tensor:
+        """Cross entropy in nats, without the logits of all tokens in memory.
+
+        Args:
+            tokens: [B, T] int64.
+            targets: [B, T] int64, the token that should follow each.
+            ignore_index: targets that count nothing.
+            cu_seqlens: [N+1] offsets of documents packed into one row (B = 1).
+            reduction: "mean" over the counted targets (0 if there are none), or their "sum".
+            state: of N sequences to go on from.
+
+        Returns:
+            A scalar, fp32 or wider.
+        """
+        self._check(tokens, state, cu_seqlens, None)
+        if targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets: got shape {list(targets.shape)}, expected that of tokens, "
+                f"{list(tokens.shape)}; fix targets"
+            )
+        if reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"reduction: got {reduction!r}, expected 'mean' or 'sum'; fix reduction"
+            )
+        h, _ = self._hidden(tokens, state, cu_seqlens, need_state=False)
+        targets = targets.flatten()
+        total = linear_cross_entropy(h.flatten(0, 1), self._head_weight, targets, ignore_index)
+        if reduction == "sum":
+            return total
+        return total / (targets != ignore_index).sum().clamp_min(1)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        mask: Tensor | None = None,
+        piece: int = PREFILL_TOKENS,
+    ) -> tuple[Tensor, ModelState]:
+        """Read a prompt in pieces, so that memory does not grow with its length.
+
+        Args:
+            tokens: [B, T] int64, T at least 1.
+            state: of B sequences to go on from; None starts afresh.
+            mask: [B, T] bool, True at real tokens.
+            piece: tokens a row read at once.
+
+        Returns:
+            Logits [B, V] after each row's last real token (0 for a row without one), and the state.
+        """
+        self._check(tokens, state, None, mask)
+        if tokens.shape[1] == 0:
+            raise ValueError("tokens: got T = 0, expected at least one token; fix tokens")
+        last = self.embed.weight.new_zeros(tokens.shape[0], self.config.d_model)
+        for start in range(0, tokens.shape[1], piece):
+            part = tokens[:, start : start + piece]
+            if mask is None:
+                h, state = self._hidden(part, state, None, need_state=True)
+                last = h[:, -1]
+                continue
+            real = mask[:, start : start + piece]
+            offsets = _offsets(real.sum(1))
+            h, state = self._hidden(part[real].unsqueeze(0), state, offsets, need_state=True)
+            read = offsets.diff() > 0
+            last = last.to(h.dtype).index_put((read,), h[0, offsets[1:][read] - 1])
+        logits = self._logits(last)
+        if mask is not None:
+            logits = logits * mask.any(1, keepdim=True)
+        return logits, _given(state)
+
+    @torch.no_grad()
+    def decode_step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """Read one token a sequence.
+
+        Args:
+            tokens: [B] int64.
+            state: of B sequences; it is left as it was.
+
+        Returns:
+            Logits [B, V] of the token after, and the next state.
+        """
+        if tokens.dim() != 1:
+            raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B]; fix tokens")
+        self._check_state(state, tokens.shape[0])
+        h = self.embed(tokens)
+        layers = []
+        for block, layer in zip(self.blocks, state.layers, strict=True):
+            h, layer = _block(block).step(h, layer)
+            layers.append(layer)
+        return self._logits(self.norm(h)), ModelState(tuple(layers), state.position + 1)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def _logits(self, h: Tensor) -> Tensor:
+        return F.linear(h, self._head_weight)
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        state: ModelState | None,
+        cu_seqlens: Tensor | None,
+        need_state: bool,
+    ) -> tuple[Tensor, ModelState | None]:
+        """[B, T] -> hidden states before the head [B, T, D], state."""
+        h = self.embed(tokens)
+        layers = []
+        for i, block in enumerate(self.blocks):
+            h, layer = block(h, None if state is None else state.layers[i], cu_seqlens, need_state)
+            layers.append(layer)
+        h = self.norm(h)
+        if not need_state:
+            return h, None
+        length = tokens.new_full((tokens.shape[0],), tokens.shape[1])
+        if cu_seqlens is not None:
+            length = cu_seqlens.diff().to(torch.int64)
+        return h, ModelState(tuple(layers), length if state is None else state.position + length)
+
+    def _check(
+        self,
+        tokens: Tensor,
+        state: ModelState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B, T]; fix tokens")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens: got {tokens.dtype}, expected int64; fix tokens.long()")
+        B = N = tokens.shape[0]
+        if mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("mask: got a mask and cu_seqlens, expected one of them; fix mask")
+            if mask.shape != tokens.shape or mask.dtype != torch.bool:
+                raise ValueError(
+                    f"mask: got shape {list(mask.shape)} and {mask.dtype}, expected "
+                    f"{list(tokens.shape)} and bool; fix mask"
+                )
+        if cu_seqlens is not None:
+            if B != 1:
+                raise ValueError(
+                    f"cu_seqlens: got B = {B} rows of tokens, expected 1; "
+                    "fix by packing the rows into one"
+                )
+            N = cu_seqlens.shape[0] - 1
+        if state is not None:
+            self._check_state(state, N)
+
+    def _check_state(self, state: ModelState, sequences: int) -> None:
+        if len(state.layers) != len(self.blocks):
+            raise StateError(
+                f"state: got {len(state.layers)} layers, expected {len(self.blocks)}; "
+                "fix by using the state of this model"
+            )
+        if state.position.shape != (sequences,):
+            raise StateError(
+                f"state: got {list(state.position.shape)} sequences, expected [{sequences}]; "
+                "fix by selecting its rows with gla.state.select"
+            )
+
+
+def _build(config: ModelConfig, name: str) -> Mixer:
+    try:
+        return build_mixer(config.d_model, config.mixers[name])
+    except ConfigError as error:
+        raise ConfigError(f"mixers.{name}.{error}") from None
+
+
+def _mixer(block: nn.Module) -> Mixer:
+    return _block(block).mixer
+
+
+def _block(block: nn.Module) -> Block:
+    return cast(Block, block)  # for the type checker; a compiled block passes its attributes on
+
+
+def _given(state: ModelState | None) -> ModelState:
+    assert state is not None
+    return state
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return F.pad(lengths.cumsum(0), (1, 0))
+
+
+def _find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """Return the run folder and the checkpoint to load."""
+    if (path / storage.MANIFEST).exists():
+        storage.verify_folder(path)
+        return path.parent.parent, path
+    checkpoint, skipped = storage.newest_verified(path / "checkpoints")
+    for reason in skipped:
+        logger.warning("skipped a checkpoint: %s", reason)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{path}: got no checkpoint that verifies, expected one in {path / 'checkpoints'}; "
+            "fix by training, or by naming a run folder"
+        )
+    return path, checkpoint

@@ -1,0 +1,74 @@
+"""Cross entropy of a linear head without the logits of all tokens in memory.
+
+Sizes: M tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK_LOGITS = 2**22  # logits in memory at once: 16 MiB in fp32
+
+
+def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Sum over tokens of -log softmax(h W^T)[target], in fp32 or wider.
+
+    The gradients are computed with the loss, chunk by chunk, so that no chunk is computed twice;
+    they cost the memory of h and weight. Gradients of the gradient are refused.
+
+    Args:
+        h: [M, D].
+        weight: [V, D].
+        targets: [M] int64, below V.
+        ignore_index: targets that count nothing.
+
+    Returns:
+        The sum, a scalar; 0 if every target is ignored.
+    """
+    return _LinearCrossEntropy.apply(h, weight, targets, ignore_index)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        # Under autocast products run in its dtype; sums stay in fp32 or wider.
+        narrow = torch.get_autocast_dtype(h.device.type)
+        dtype = narrow if torch.is_autocast_enabled(h.device.type) else h.dtype
+        wide = torch.promote_types(h.dtype, torch.float32)
+        rows = max(1, _CHUNK_LOGITS // weight.shape[0])
+        w = weight.to(dtype)
+        total = h.new_zeros((), dtype=wide)
+        grad_h = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        grad_w = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        with torch.autocast(h.device.type, enabled=False):
+            for start in range(0, h.shape[0], rows):
+                chunk = slice(start, start + rows)
+                x, target = h[chunk].to(dtype), targets[chunk]
+                kept = target != ignore_index
+                index = target.where(kept, 0).unsqueeze(1)
+                log_p = F.linear(x, w).to(wide).log_softmax(-1)
+                total -= log_p.gather(1, index).squeeze(1).where(kept, 0).sum()
+                if grad_h is None and grad_w is None:
+                    continue
+                p = log_p.exp_().scatter_add_(1, index, log_p.new_full((), -1).expand(index.shape))
+                d_logits = p.mul_(kept.unsqueeze(1)).to(dtype)
+                if grad_h is not None:
+                    grad_h[chunk] = d_logits @ w
+                if grad_w is not None:
+                    grad_w += d_logits.T @ x
+        ctx.save_for_backward(grad_h, grad_w)
+        ctx.dtypes = (h.dtype, weight.dtype)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grads = (
+            None if g is None else (g * grad).to(dtype)
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return next(grads), next(grads), None, None
