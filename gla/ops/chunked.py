@@ -32,10 +32,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gla.ops.decay import Factors, Tree, exact_grads, exact_scores, factors, floor_of, mild_gate_grad
+from gla.ops.decay import Factors, Levels, factors, floor_of, mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, wide_dtype
-from gla.ops import memory
 from gla.ops.layout import Layout, Segment, chunk_size_for
+from gla.ops.memory import Buffers, empty
 
 
 def chunked(
@@ -59,78 +59,99 @@ def chunked(
     return o, final
 
 
-class _Strong(NamedTuple):
-    """Tiles of a segment that take the exact path: which, their q and k before any factor, their sums."""
-
-    index: Tensor
-    q: Tensor
-    k: Tensor
-    tree: Tree
-
-
 class _Tiles(NamedTuple):
-    """The inputs of one segment, [M, C, K or V] fp32 or wider; q, k already times their factors."""
+    """The inputs of one segment, [M, C, K or V]; q, k already times their factors."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     f: Factors | None
-    strong: _Strong | None
-
-
-def _load(layout: Layout, s: Segment, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> _Tiles:
-    wide = wide_dtype(q.dtype)
-    qt, kt, vt = (layout.load(x, s, wide) for x in (q, k, v))
-    if g is None:
-        return _Tiles(qt, kt, vt, None, None)
-    f = factors(layout.load(g, s, wide).clamp_min_(floor_of(wide)))
-    strong = None
-    if f.strong is not None and f.tree is not None:
-        strong = _Strong(f.strong, qt.index_select(0, f.strong), kt.index_select(0, f.strong), f.tree)
-    return _Tiles(qt.mul_(f.to_q), kt.mul_(f.to_k), vt, f, strong)
-
-
-def _scores(tiles: _Tiles) -> Tensor:
-    P = torch.bmm(tiles.q, tiles.k.transpose(1, 2)).tril_()
-    if tiles.strong is not None:
-        x = tiles.strong
-        P.index_copy_(0, x.index, exact_scores(x.q, x.k, x.tree))
-    return P
+    levels: Levels | None  # of the strong tiles
 
 
 class _Scan(NamedTuple):
-    states: Tensor  # [count, rows * H, K, V] before each chunk
-    updates: Tensor  # [count, rows * H, K, V] after * (k~^T v)
+    """States before each chunk and what each chunk adds, [count, rows * H, K, V] fp32 or wider."""
+
+    states: Tensor
+    updates: Tensor
 
 
-def _scan(layout: Layout, s: Segment, tiles: _Tiles, S: Tensor, initial: Tensor | None, final: Tensor | None):
-    """Run the state over the chunks of a segment. S [rows * H, K, V] is the state before it.
+def _load(layout: Layout, s: Segment, inputs: tuple[Tensor, ...], work: Buffers) -> _Tiles:
+    """Read q, k, v and, if there is one, the gate [B, T, G, 1 or K]."""
+    M = s.count * s.rows * layout.H
+    q, k, v, *gates = (
+        layout.load(x, s, work(name, M, layout.C, x.shape[-1]))
+        for name, x in zip("qkvg", inputs, strict=False)
+    )
+    if not gates:
+        return _Tiles(q, k, v, None, None)
+    f = factors(gates[0].clamp_min_(floor_of(work.dtype)), work)
+    levels = None
+    if f.strong is not None and f.tree is not None:
+        levels = Levels(q.index_select(0, f.strong), k.index_select(0, f.strong), f.tree)
+    return _Tiles(q.mul_(f.to_q), k.mul_(f.to_k), v, f, levels)
+
+
+def _scores(tiles: _Tiles, work: Buffers) -> Tensor:
+    M, C, _ = tiles.q.shape
+    P = torch.bmm(tiles.q, tiles.k.transpose(1, 2), out=work("P", M, C, C)).tril_()
+    if tiles.levels is not None and tiles.f is not None and tiles.f.strong is not None:
+        P.index_copy_(0, tiles.f.strong, tiles.levels.scores())
+    return P
+
+
+def _product(work: Buffers, name: str, a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
+    """factor * (a^T b) [M, K, V] from a [M, C, K], b [M, C, V], factor [M, K or 1, 1]."""
+    W = work(name, a.shape[0], a.shape[2], b.shape[2])
+    torch.bmm(a.transpose(1, 2), b, out=W)
+    return W if factor is None else W.mul_(factor)
+
+
+def _scan(
+    layout: Layout,
+    s: Segment,
+    tiles: _Tiles,
+    S: Tensor,
+    initial: Tensor | None,
+    final: Tensor | None,
+    work: Buffers,
+) -> tuple[_Scan, Tensor]:
+    """Run the state over the chunks of a segment, from S [rows * H, K, V] before it.
 
     Returns:
         _Scan, and the state after the segment. Ends of sequences are written to ``final``.
     """
-    K, V = S.shape[1:]
-    W = torch.bmm(tiles.k.transpose(1, 2), tiles.v)
-    if tiles.f is not None:
-        W.mul_(tiles.f.after.unsqueeze(-1))
-    W = W.view(s.count, -1, K, V)
-    total = None if tiles.f is None else tiles.f.total.view(s.count, -1, tiles.f.total.shape[-1], 1)
-    states = torch.empty_like(W)
-    for j in range(s.count):
-        chunk = s.first + j
+    W = _product(work, "W", tiles.k, tiles.v, tiles.f and tiles.f.after).unflatten(0, (s.count, -1))
+    states = work("states", s.count + 1, *S.shape)
+    states[0].copy_(S)
+    decays = [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
+    steps = zip(states[:-1].unbind(), states[1:].unbind(), W.unbind(), decays, strict=True)
+    # The slot of the next chunk receives this one's end, unless another sequence starts there.
+    for chunk, (before, after, update, decay) in enumerate(steps, s.first):
         if chunk in layout.starts:
-            S = _state_of(initial, layout.rows_of(layout.starts[chunk], s), S)
-        states[j].copy_(S)
-        after = torch.empty_like(S) if j == s.count - 1 else states[j + 1]
-        S = torch.add(W[j], S, out=after) if total is None else torch.addcmul(W[j], S, total[j], out=after)
+            _read_state(initial, layout.rows_of(layout.starts[chunk], s), before)
+        if decay is None:
+            torch.add(update, before, out=after)
+        else:
+            torch.addcmul(update, before, decay, out=after)
         if final is not None and chunk in layout.ends:
             rows = layout.rows_of(layout.ends[chunk], s)
-            final[rows] = S.view(final[rows].shape)
-    return _Scan(states, W), S
+            final[rows] = after.view(final[rows].shape)
+    return _Scan(states[:-1], W), states[-1]
 
 
-def _state_of(initial: Tensor | None, rows: slice, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if initial is None else initial[rows].reshape(like.shape)
+def _read_state(states: Tensor | None, rows: slice, out: Tensor) -> None:
+    """Copy rows of [N, H, K, V], or zeros, into out [rows * H, K, V]."""
+    if states is None:
+        out.zero_()
+    else:
+        out.copy_(states[rows].reshape(out.shape))
+
+
+def _scaled(work: Buffers, name: str, states: Tensor, factor: Tensor | None) -> Tensor:
+    """[count, rows * H, K, V] times factor [M, D, 1] per key channel -> [M, K, V]."""
+    flat = states.flatten(0, 1)
+    return flat if factor is None else torch.mul(flat, factor, out=work(name, *flat.shape))
 
 
 @torch.library.custom_op("gla::chunked", mutates_args=())
@@ -151,27 +172,21 @@ def _forward(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = q.new_zeros(N, H, K, V, dtype=wide) if state is None else state.clone()
     saved = q.new_zeros(layout.boundaries, B, H, K, V, dtype=wide)
-    o = memory.empty((B, T, H, V), v.dtype, v.device)
-    g = None if log_decay is None else gate_as_4d(log_decay, B, T)
+    o = empty((B, T, H, V), v.dtype, v.device)
+    inputs = (q, k, v) if log_decay is None else (q, k, v, gate_as_4d(log_decay, B, T))
+    work = Buffers(wide, q.device)
     with torch.autocast(q.device.type, enabled=False):
         S = q.new_empty(0, dtype=wide)
         for s in layout.segments:
             if s.first == 0:
                 S = q.new_zeros(s.rows * H, K, V, dtype=wide)
-            tiles = _load(layout, s, q, k, v, g)
-            rows = slice(s.row, s.row + s.rows)
-            saved[s.index, rows] = S.view(s.rows, H, K, V)
-            scan, S = _scan(layout, s, tiles, S, state, final)
-            out = torch.bmm(_scores(tiles), tiles.v)
-            out.baddbmm_(tiles.q, _scaled(scan.states, tiles.f and tiles.f.before))
+            saved[s.index, s.row : s.row + s.rows] = S.view(s.rows, H, K, V)
+            tiles = _load(layout, s, inputs, work)
+            scan, S = _scan(layout, s, tiles, S, state, final, work)
+            out = torch.bmm(_scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape))
+            out.baddbmm_(tiles.q, _scaled(work, "S", scan.states, tiles.f and tiles.f.before))
             layout.store(out, s, o, scale)
     return o, final, saved
-
-
-def _scaled(states: Tensor, factor: Tensor | None) -> Tensor:
-    """[count, rows * H, K, V] times [M, D] per key channel -> [M, K, V]."""
-    flat = states.flatten(0, 1)
-    return flat if factor is None else flat * factor.unsqueeze(-1)
 
 
 @_forward.register_fake
@@ -203,105 +218,95 @@ def _backward(
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     layout = Layout(q, V, cu_seqlens, chunk_size)
     grad_initial = grad_final.clone()
-    dq, dk, dv = (memory.empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
-    g = None if log_decay is None else gate_as_4d(log_decay, B, T)
-    dg = None if g is None else memory.empty(tuple(g.shape), wide, g.device)
+    inputs = (q, k, v) if log_decay is None else (q, k, v, gate_as_4d(log_decay, B, T))
+    grads = [empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
+    if log_decay is not None:
+        grads.append(empty(tuple(inputs[3].shape), wide, q.device))
+    work = Buffers(wide, q.device)
     with torch.autocast(q.device.type, enabled=False):
         dS = q.new_empty(0, dtype=wide)
         for s in reversed(layout.segments):
             if s.first + s.count == layout.chunks:
                 dS = q.new_zeros(s.rows * H, K, V, dtype=wide)
-            tiles = _load(layout, s, q, k, v, g)
-            do = layout.load(grad_o, s, wide).mul_(scale)
-            S = saved[s.index, s.row : s.row + s.rows].reshape(s.rows * H, K, V)
-            scan, _ = _scan(layout, s, tiles, S, state, None)
-            dS_after, reads, dS = _reverse_scan(layout, s, tiles, do, dS, grad_final, grad_initial)
-            grads = _segment_grads(tiles, do, scan, dS_after, reads)
-            for tile, out in zip(grads, (dq, dk, dv, dg), strict=True):
-                if tile is not None and out is not None:
-                    layout.store(tile, s, out)
-    if log_decay is None or dg is None:
-        return dq, dk, dv, q.new_empty(0), grad_initial
-    return dq, dk, dv, gate_grad(dg, log_decay), grad_initial
+            tiles = _load(layout, s, inputs, work)
+            do = layout.load(grad_o, s, work("do", *tiles.v.shape)).mul_(scale)
+            S = saved[s.index, s.row : s.row + s.rows].flatten(0, 1)
+            scan, _ = _scan(layout, s, tiles, S, state, None, work)
+            back, dS = _reverse_scan(layout, s, tiles, do, dS, grad_final, grad_initial, work)
+            for tile, out in zip(_gradients(tiles, do, scan, back, work), grads, strict=True):
+                layout.store(tile, s, out)
+    dg = q.new_empty(0) if log_decay is None else gate_grad(grads[3], log_decay)
+    return grads[0], grads[1], grads[2], dg, grad_initial
 
 
-def _reverse_scan(layout, s, tiles, do, dS, grad_final, grad_initial):
+def _reverse_scan(
+    layout: Layout,
+    s: Segment,
+    tiles: _Tiles,
+    do: Tensor,
+    dS: Tensor,
+    grad_final: Tensor,
+    grad_initial: Tensor,
+    work: Buffers,
+) -> tuple[_Scan, Tensor]:
     """Run the state's gradient backward over the chunks of a segment.
 
     Returns:
-        [count, rows * H, K, V] gradients after each chunk, before * (q~^T do), and the gradient
-        before the segment. Starts of sequences are written to ``grad_initial``.
+        _Scan of the gradients after each chunk and what each chunk's reads add to them, and the
+        gradient before the segment. Starts of sequences are written to ``grad_initial``.
     """
-    K, V = dS.shape[1:]
-    R = torch.bmm(tiles.q.transpose(1, 2), do)
-    if tiles.f is not None:
-        R.mul_(tiles.f.before.unsqueeze(-1))
-    R = R.view(s.count, -1, K, V)
-    total = None if tiles.f is None else tiles.f.total.view(s.count, -1, tiles.f.total.shape[-1], 1)
-    after = torch.empty_like(R)
+    R = _product(work, "R", tiles.q, do, tiles.f and tiles.f.before).unflatten(0, (s.count, -1))
+    slots = work("dS", s.count + 1, *dS.shape)
+    slots[-1].copy_(dS)
+    decays = [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
+    steps = list(zip(slots[:-1].unbind(), slots[1:].unbind(), R.unbind(), decays, strict=True))
     for j in reversed(range(s.count)):
+        before, after, update, decay = steps[j]
         chunk = s.first + j
         if chunk in layout.ends:
-            dS = grad_final[layout.rows_of(layout.ends[chunk], s)].reshape(dS.shape)
-        after[j].copy_(dS)
-        before = torch.empty_like(dS) if j == 0 else after[j - 1]
-        dS = torch.add(R[j], dS, out=before) if total is None else torch.addcmul(R[j], dS, total[j], out=before)
+            _read_state(grad_final, layout.rows_of(layout.ends[chunk], s), after)
+        if decay is None:
+            torch.add(update, after, out=before)
+        else:
+            torch.addcmul(update, after, decay, out=before)
         if chunk in layout.starts:
             rows = layout.rows_of(layout.starts[chunk], s)
-            grad_initial[rows] = dS.view(grad_initial[rows].shape)
-    return after, R, dS
+            grad_initial[rows] = before.view(grad_initial[rows].shape)
+    return _Scan(slots[1:], R), slots[0]
 
 
-def _segment_grads(tiles: _Tiles, do: Tensor, scan: _Scan, dS: Tensor, reads: Tensor):
-    """dq, dk, dv, dg of one segment's tiles; see the module's docstring. dg is None without a gate."""
-    f = tiles.f
-    S = _scaled(scan.states, f and f.before)
-    dS_in = _scaled(dS, f and f.after)
-    P = _scores(tiles)
-    dv = torch.bmm(P.transpose(1, 2), do).baddbmm_(tiles.k, dS_in)
-    dP = torch.bmm(do, tiles.v.transpose(1, 2)).tril_()
-    dq = torch.bmm(do, S.transpose(1, 2))
-    dk = torch.bmm(tiles.v, dS_in.transpose(1, 2))
-    exact = None
-    if f is not None and tiles.strong is not None:
-        exact = _strong_grads(tiles, tiles.strong, f, dP, dq, dk, _through_state(scan.states, dS, f))
-        dP.index_fill_(0, tiles.strong.index, 0.0)
-    dq.baddbmm_(dP, tiles.k)
-    dk.baddbmm_(dP.transpose(1, 2), tiles.q)
+def _gradients(tiles: _Tiles, do: Tensor, scan: _Scan, back: _Scan, work: Buffers) -> list[Tensor]:
+    """dq, dk, dv and, with a gate, dg of one segment's tiles; see the module's docstring."""
+    q, k, v, f, levels = tiles
+    S = _scaled(work, "S", scan.states, f and f.before)
+    dS = _scaled(work, "dS_in", back.states, f and f.after)
+    P = _scores(tiles, work)
+    dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape)).baddbmm_(k, dS)
+    dP = torch.bmm(do, v.transpose(1, 2), out=P).tril_()
+    dq = torch.bmm(do, S.transpose(1, 2), out=work("dq", *q.shape))
+    dk = torch.bmm(v, dS.transpose(1, 2), out=work("dk", *k.shape))
     if f is None:
-        return dq, dk, dv, None
-    through = _channels(torch.mul(tiles.q, dq).sub_(torch.mul(tiles.k, dk)), f)
-    d_before = _channels((scan.states.flatten(0, 1) * reads.flatten(0, 1)).sum(-1), f)
-    d_after = _channels((scan.updates.flatten(0, 1) * dS.flatten(0, 1)).sum(-1), f)
-    dg = mild_gate_grad(through, d_before, d_after, _through_state(scan.states, dS, f))
+        return [dq.baddbmm_(dP, k), dk.baddbmm_(dP.transpose(1, 2), q), dv]
+    D = f.total.shape[-2]
+    d_total = shared((scan.states * back.states).flatten(0, 1).sum(-1) * f.total.squeeze(-1), D)
+    exact, strong = None, f.strong
+    if levels is not None and strong is not None:
+        d_prefix, d_suffix = (shared(x[strong] * dx[strong], D) for x, dx in ((q, dq), (k, dk)))
+        exact = levels.gradients(dP[strong], d_prefix, d_suffix, d_total[strong])
+        dP.index_fill_(0, strong, 0.0)
+    dq.baddbmm_(dP, k)
+    dk.baddbmm_(dP.transpose(1, 2), q)
+    through = shared(q.mul_(dq).sub_(k.mul_(dk)), D)  # q~, k~ are not read again
+    d_before = shared((scan.states * back.updates).flatten(0, 1).sum(-1), D)
+    d_after = shared((scan.updates * back.states).flatten(0, 1).sum(-1), D)
+    dg = mild_gate_grad(through, d_before, d_after, d_total)
     dq.mul_(f.to_q)
     dk.mul_(f.to_k)
-    if exact is not None and tiles.strong is not None:
-        dq.index_add_(0, tiles.strong.index, exact[0])
-        dk.index_add_(0, tiles.strong.index, exact[1])
-        dg.index_copy_(0, tiles.strong.index, exact[2])
-    return dq, dk, dv, dg
-
-
-def _strong_grads(tiles: _Tiles, x: _Strong, f: Factors, dP, dq, dk, through: Tensor):
-    """dq and dk that the scores of the strong tiles bring, and the whole dg of these tiles.
-
-    dq~, dk~ come in as the states brought them; ``through`` [M, D] is ``_through_state``.
-    """
-    i = x.index
-    d_prefix = _channels(tiles.q[i] * dq[i], f)
-    d_suffix = _channels(tiles.k[i] * dk[i], f)
-    return exact_grads(x.q, x.k, x.tree, dP[i], d_prefix, d_suffix, through[i])
-
-
-def _channels(x: Tensor, f: Factors) -> Tensor:
-    """[..., K] -> [..., D]: summed over the key channels that share a gate."""
-    return x if f.total.shape[-1] == x.shape[-1] else x.sum(-1, keepdim=True)
-
-
-def _through_state(states: Tensor, dS: Tensor, f: Factors) -> Tensor:
-    """[M, D] gradient of the log of the chunk's decay of the state: sum_v total * S * dS'."""
-    return _channels((states * dS).sum(-1).flatten(0, 1) * f.total, f)
+    if exact is not None and strong is not None:
+        dq.index_add_(0, strong, exact[0])
+        dk.index_add_(0, strong, exact[1])
+        dg.index_copy_(0, strong, exact[2])
+    return [dq, dk, dv, dg]
 
 
 @_backward.register_fake

@@ -16,7 +16,8 @@ the one level h = C/2, ..., 2, 1 where t lies in the right and s in the left hal
 2h tokens: with the block's middle m, ``exp(b_t - b_m)`` and ``exp(b_m - b_s)`` are both at most 1,
 and their product is exact even when one of them underflows to 0. Both exponents are *sums* of gates,
 built bottom-up by ``Tree``, never differences of long sums, so gates of -1e4 or -inf cost no
-precision. A level is one small product per block; log2(C) levels replace C^2 K exponentials.
+precision. A level is one product of C/2 right rows with C/2 left rows, masked to the blocks:
+log2(C) quarter products and log2(C) C K exponentials in place of C^2 K / 2.
 
 Gates are floored at ``FLOOR`` first: every exponent that contains such a gate gives exactly 0 in the
 working precision with or without the floor, so no value changes, and -inf needs no special case.
@@ -27,13 +28,16 @@ Sizes: N tiles, C tokens of a chunk, K key dimension, D = K (a gate per channel)
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gla.ops.memory import Buffers
+
 MILD = 24.0
-_BLOCK = 32  # levels below this are computed by masked products of this size: small ones are slow
 
 
 def floor_of(dtype: torch.dtype) -> float:
@@ -41,14 +45,23 @@ def floor_of(dtype: torch.dtype) -> float:
     return -750.0 if dtype == torch.float64 else -110.0
 
 
+def decay_of(x: Tensor) -> Tensor:
+    """exp(x) for x <= 0, with results below the smallest normal number flushed to 0, as a GPU does.
+
+    Subnormal factors are worth nothing and slow a CPU's exponentials and products several times.
+    """
+    smallest = -708.0 if x.dtype == torch.float64 else -87.0
+    return F.threshold(x, smallest, -math.inf).exp_()
+
+
 class Factors(NamedTuple):
     """What scales q, k and the state in one tile; all exponents at most MILD.
 
     Attributes:
         to_q, to_k: [N, C, D]; q~ = q * to_q, k~ = k * to_k.
-        before: [N, D] scales the state that q~ reads.
-        after: [N, D] scales k~^T v on its way into the state.
-        total: [N, D] decay of the state over the chunk.
+        before: [N, D, 1] scales the state that q~ reads.
+        after: [N, D, 1] scales k~^T v on its way into the state.
+        total: [N, D, 1] decay of the state over the chunk.
         strong: [M] indices of the tiles that take the exact path, or None.
         tree: sums of gates of the strong tiles, or None.
     """
@@ -70,135 +83,134 @@ def _from_middle(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return ((u > mid) & (u <= t)).to(dtype) - ((u <= mid) & (u > t)).to(dtype)
 
 
-def factors(g: Tensor) -> Factors:
-    """Factors of N tiles from their floored gates g [N, C, D]."""
+def factors(g: Tensor, work: Buffers) -> Factors:
+    """Factors of N tiles from their floored gates g [N, C, D]. to_q and to_k lie in ``work``."""
     N, C, D = g.shape
-    half = C // 2
-    x = torch.matmul(_from_middle(C, g.dtype, g.device), g)
-    first, last = g[:, 0] - x[:, 0], x[:, -1].clone()  # log-decay of the two halves
-    mild = (first >= -MILD) & (last >= -MILD)
-    mild = mild.all(-1)
-    to_q = x.exp_()
-    to_k = to_q.reciprocal()
-    before, after, total = first.exp(), last.exp(), (first + last).exp()
+    x = work("to_q", N, C, D)
+    torch.bmm(_from_middle(C, g.dtype, g.device).expand(N, C, C), g, out=x)
+    each_half = torch.stack((g[:, 0] - x[:, 0], x[:, -1]))  # log-decay of the chunk's halves
+    mild = (each_half >= -MILD).all(-1).all(0)
+    before, after = decay_of(each_half).unsqueeze(-1)
+    total = decay_of(each_half.sum(0)).unsqueeze(-1)
+    to_k = torch.reciprocal(x.exp_(), out=work("to_k", N, C, D))
     if bool(mild.all()):
-        return Factors(to_q, to_k, before, after, total, None, None)
+        return Factors(x, to_k, before, after, total, None, None)
     strong = (~mild).nonzero().squeeze(-1)
     tree = Tree(g.index_select(0, strong))
-    to_q.index_copy_(0, strong, tree.prefix.exp())
-    to_k.index_copy_(0, strong, tree.suffix.exp())
+    x.index_copy_(0, strong, decay_of(tree.prefix))
+    to_k.index_copy_(0, strong, decay_of(tree.suffix))
     before.index_fill_(0, strong, 1.0)
     after.index_fill_(0, strong, 1.0)
-    return Factors(to_q, to_k, before, after, total, strong, tree)
+    return Factors(x, to_k, before, after, total, strong, tree)
 
 
 class Tree:
-    """Sums of gates over aligned blocks of 1, 2, 4, ..., C tokens.
+    """Decays over aligned blocks of 1, 2, 4, ..., C tokens, from gates g [N, C, D].
 
     Attributes:
-        levels: {h: [N, C, D]}; in a block of 2h tokens with middle m, the right half holds
-            g_{m+1} + ... + g_t and the left half g_{s+1} + ... + g_m.
-        prefix, suffix: [N, C, D] the same for the whole chunk: sums up to t, and after t.
+        left, right: {h: [N, C/2h, h, D]}; in a block of 2h tokens with middle m, the right half
+            holds exp(g_{m+1} + ... + g_t) and the left half exp(g_{s+1} + ... + g_m).
+        prefix, suffix: [N, C, D] sums of the whole chunk's gates up to t, and after t.
     """
 
     def __init__(self, g: Tensor) -> None:
         N, C, D = g.shape
-        prefix, suffix, total = g.clone(), torch.zeros_like(g), g
-        self.levels: dict[int, Tensor] = {}
+        self.prefix, self.suffix, total = g.clone(), torch.zeros_like(g), g
+        self.left: dict[int, Tensor] = {}
+        self.right: dict[int, Tensor] = {}
         h = 1
         while h < C:
-            pre, suf = prefix.view(N, -1, 2, h, D), suffix.view(N, -1, 2, h, D)
+            suffix, prefix = halves(self.suffix, h)[0], halves(self.prefix, h)[1]
+            self.left[h], self.right[h] = decay_of(suffix), decay_of(prefix)
             total = total.reshape(N, -1, 2, 1, D)
-            self.levels[h] = torch.stack((suf[:, :, 0], pre[:, :, 1]), 2).view(N, C, D)
-            pre[:, :, 1] += total[:, :, 0]
-            suf[:, :, 0] += total[:, :, 1]
+            prefix += total[:, :, 0]
+            suffix += total[:, :, 1]
             total = total.sum(2)
             h *= 2
-        self.prefix, self.suffix = prefix, suffix
 
 
-@functools.lru_cache(maxsize=32)
-def _level_mask(h: int, block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[block, block] mask of the pairs of level h: t in a right half, s in the left half beside it."""
-    t, s = torch.arange(block, device=device).unsqueeze(1), torch.arange(block, device=device)
-    same = t // (2 * h) == s // (2 * h)
-    return (same & (t // h % 2 == 1) & (s // h % 2 == 0)).to(dtype)
+def halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
+    """Views [N, C/2h, h, D] of the left and right halves of the blocks of 2h tokens of x [N, C, D]."""
+    left, right = x.unflatten(1, (-1, 2, h)).unbind(2)
+    return left, right
 
 
-def _blocks(P: Tensor, size: int) -> Tensor:
-    """View [N, nb, size, size] of the diagonal blocks of P [N, C, C]."""
+def level_pairs(P: Tensor, h: int) -> Tensor:
+    """View [N, C/2h, h, C/2h, h] of P [N, C, C]: rows of right halves, columns of left halves."""
     N, C, _ = P.shape
-    nb = C // size
-    return P.view(N, nb, size, nb, size).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    return P.view(N, C // (2 * h), 2, h, C // (2 * h), 2, h)[:, :, 1, :, :, 0]
 
 
-def exact_scores(q: Tensor, k: Tensor, tree: Tree) -> Tensor:
-    """P [N, C, C], lower triangular, from q, k [N, C, K] by levels."""
-    N, C, K = q.shape
-    P = q.new_zeros(N, C, C)
-    P.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
-    for h, level in tree.levels.items():
-        e = level.exp()
-        if 2 * h > _BLOCK:
-            right = (q * e).view(N, -1, 2, h, K)[:, :, 1]
-            left = (k * e).view(N, -1, 2, h, K)[:, :, 0]
-            _blocks(P, 2 * h)[:, :, h:, :h] = right @ left.transpose(-1, -2)
-        else:
-            size = min(_BLOCK, C)
-            right, left = (q * e).view(N, -1, size, K), (k * e).view(N, -1, size, K)
-            scores = right @ left.transpose(-1, -2)
-            _blocks(P, size).add_(scores.mul_(_level_mask(h, size, q.dtype, q.device)))
-    return P
+@functools.lru_cache(maxsize=64)
+def _same_block(C: int, h: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[C/2, C/2] mask of level h: right row and left column of the same block of 2h tokens."""
+    block = torch.arange(C // 2, device=device) // h
+    return (block.unsqueeze(1) == block).to(dtype)
 
 
-def exact_grads(
-    q: Tensor, k: Tensor, tree: Tree, dP: Tensor, dg_prefix: Tensor, dg_suffix: Tensor, dg_total: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``exact_scores`` and of the chunk's own sums of gates.
+class Levels:
+    """q and k of the strong tiles at every level: what the exact scores and their gradients share.
 
     Args:
         q, k: [N, C, K].
-        tree: of the gates [N, C, D].
-        dP: [N, C, C] lower triangular.
-        dg_prefix, dg_suffix, dg_total: [N, C, D], [N, C, D], [N, D] gradients with respect to
-            tree.prefix, tree.suffix and the sum of all gates; the first two are overwritten.
-
-    Returns:
-        dq [N, C, K], dk [N, C, K], dg [N, C, D]. Every dg is a plain sum over the pairs whose decay
-        contains that gate; no large terms cancel, so a reset gets a gradient of exactly 0.
+        tree: of the tiles' gates.
     """
-    N, C, K = q.shape
-    D = dg_prefix.shape[-1]
-    diagonal = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)
-    dq, dk = diagonal * k, diagonal * q
-    dg_total = dg_total.view(N, 1, 1, D)
-    for h in sorted(tree.levels, reverse=True):
-        e = tree.levels[h].exp()
-        right, left = q * e, k * e
-        if 2 * h > _BLOCK:
-            block = _blocks(dP, 2 * h)[:, :, h:, :h]
-            d_right, d_left = torch.zeros_like(right), torch.zeros_like(left)
-            halves = [x.view(N, -1, 2, h, K) for x in (right, left, d_right, d_left)]
-            halves[2][:, :, 1] = block @ halves[1][:, :, 0]
-            halves[3][:, :, 0] = block.transpose(-1, -2) @ halves[0][:, :, 1]
-        else:
-            size = min(_BLOCK, C)
-            block = _blocks(dP, size) * _level_mask(h, size, q.dtype, q.device)
-            d_right = (block @ left.view(N, -1, size, K)).view(N, C, K)
-            d_left = (block.transpose(-1, -2) @ right.view(N, -1, size, K)).view(N, C, K)
-        # d_right is 0 on left halves and d_left on right halves: one array holds both.
-        dq.addcmul_(d_right, e.expand_as(q))
-        dk.addcmul_(d_left, e.expand_as(k))
-        through = d_right.mul_(right).add_(d_left.mul_(left))
-        if D == 1:
-            through = through.sum(-1, keepdim=True)
-        through = through.view(N, -1, 2, h, D)
-        pre, suf = dg_prefix.view(N, -1, 2, h, D), dg_suffix.view(N, -1, 2, h, D)
-        sums = torch.stack((pre[:, :, 1].sum(2), suf[:, :, 0].sum(2)), 2)
-        dg_total = (dg_total.view(N, -1, 1, D) + sums).view(N, -1, 1, D)
-        pre[:, :, 1] += through[:, :, 1]
-        suf[:, :, 0] += through[:, :, 0]
-    return dq, dk, dg_prefix + dg_total.view(N, C, D)
+
+    def __init__(self, q: Tensor, k: Tensor, tree: Tree) -> None:
+        self.q, self.k, self.tree = q, k, tree
+        self.right = {h: halves(q, h)[1] * e for h, e in tree.right.items()}
+        self.left = {h: halves(k, h)[0] * e for h, e in tree.left.items()}
+
+    def scores(self) -> Tensor:
+        """The exact P [N, C, C], lower triangular."""
+        N, C, _ = self.q.shape
+        P = self.q.new_zeros(N, C, C)
+        P.diagonal(dim1=1, dim2=2).copy_((self.q * self.k).sum(-1))
+        for h, right in self.right.items():
+            pairs = torch.bmm(right.flatten(1, 2), self.left[h].flatten(1, 2).transpose(1, 2))
+            pairs.mul_(_same_block(C, h, P.dtype, P.device))
+            into = level_pairs(P, h)
+            into.add_(pairs.view(into.shape))
+        return P
+
+    def gradients(
+        self, dP: Tensor, d_prefix: Tensor, d_suffix: Tensor, d_total: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients through ``scores`` and through the sums of the chunk's gates.
+
+        Args:
+            dP: [N, C, C] lower triangular.
+            d_prefix, d_suffix, d_total: [N, C, D], [N, C, D], [N, D] with respect to tree.prefix,
+                tree.suffix and the sum of all gates; the first two are overwritten.
+
+        Returns:
+            dq [N, C, K], dk [N, C, K], dg [N, C, D]. Every dg is a plain sum over the pairs whose
+            decay contains that gate; no large terms cancel, and a reset gets exactly 0.
+        """
+        N, C, _ = self.q.shape
+        D = d_prefix.shape[-1]
+        diagonal = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+        dq, dk = diagonal * self.k, diagonal * self.q
+        total = d_total.view(N, 1, 1, D)
+        for h in sorted(self.right, reverse=True):
+            right, left = self.right[h], self.left[h]
+            block = level_pairs(dP, h).reshape(N, C // 2, C // 2)
+            block = block * _same_block(C, h, dP.dtype, dP.device)
+            d_right = torch.bmm(block, left.flatten(1, 2)).view_as(right)
+            d_left = torch.bmm(block.transpose(1, 2), right.flatten(1, 2)).view_as(left)
+            halves(dq, h)[1].addcmul_(d_right, self.tree.right[h])
+            halves(dk, h)[0].addcmul_(d_left, self.tree.left[h])
+            prefix, suffix = halves(d_prefix, h)[1], halves(d_suffix, h)[0]
+            sums = torch.stack((prefix.sum(2), suffix.sum(2)), 2)
+            total = (total.view(N, -1, 1, D) + sums).view(N, -1, 1, D)
+            prefix += shared(d_right.mul_(right), D)
+            suffix += shared(d_left.mul_(left), D)
+        return dq, dk, d_prefix + total.view(N, C, D)
+
+
+def shared(x: Tensor, D: int) -> Tensor:
+    """[..., K] -> [..., D]: summed over the key channels that share a gate when D is 1."""
+    return x if D == x.shape[-1] else x.sum(-1, keepdim=True)
 
 
 def mild_gate_grad(d_exponent: Tensor, d_before: Tensor, d_after: Tensor, d_total: Tensor) -> Tensor:
@@ -210,8 +222,9 @@ def mild_gate_grad(d_exponent: Tensor, d_before: Tensor, d_after: Tensor, d_tota
             second half and of the whole chunk. These are the terms that the states at the chunk's
             ends bring; without them dq, dk and dv stay right and dg is wrong.
     """
-    N, C, D = d_exponent.shape
-    dg = torch.matmul(_from_middle(C, d_exponent.dtype, d_exponent.device).T, d_exponent)
+    N, C, _ = d_exponent.shape
+    M = _from_middle(C, d_exponent.dtype, d_exponent.device).T
+    dg = torch.bmm(M.expand(N, C, C), d_exponent)
     dg[:, : C // 2] += (d_before + d_total).unsqueeze(1)
     dg[:, C // 2 :] += (d_after + d_total).unsqueeze(1)
     return dg

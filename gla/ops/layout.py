@@ -93,8 +93,8 @@ class Layout:
             return slice(segment.row, segment.row + segment.rows)
         return slice(sequence, sequence + 1)
 
-    def load(self, x: Tensor, s: Segment, dtype: torch.dtype) -> Tensor:
-        """Copy the segment of x [B, T, G, D] into [count * rows * H, C, D]; places past an end are 0."""
+    def load(self, x: Tensor, s: Segment, out: Tensor) -> Tensor:
+        """Copy the segment of x [B, T, G, D] into out [count * rows * H, C, D]; pads become 0."""
         C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
         if self._index is not None and self._pads is not None:
             part = x.index_select(1, self._index[first:stop])
@@ -104,9 +104,9 @@ class Layout:
             if stop > self.T:
                 part = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, stop - self.T))
         G, D = x.shape[2:]
-        out = torch.empty(s.count, s.rows, G, self.H // G, C, D, dtype=dtype, device=x.device)
-        out.copy_(part.unflatten(1, (s.count, C)).permute(1, 0, 3, 2, 4).unsqueeze(3))
-        return out.view(-1, C, D)
+        into = out.view(s.count, s.rows, G, self.H // G, C, D)
+        into.copy_(part.unflatten(1, (s.count, C)).permute(1, 0, 3, 2, 4).unsqueeze(3))
+        return out
 
     def store(self, tiles: Tensor, s: Segment, out: Tensor, scale: float = 1.0) -> None:
         """Write tiles [count * rows * H, C, D], times scale, to the segment's tokens of out [B, T, G, D].
@@ -120,10 +120,7 @@ class Layout:
         tiles = tiles.permute(1, 0, 3, 2, 4)
         if self._index is None and stop <= self.T:
             into = out[s.row : s.row + s.rows, first:stop].unflatten(1, (s.count, C))
-            if scale == 1.0:
-                into.copy_(tiles)
-            else:
-                torch.mul(tiles, scale, out=into)
+            into.copy_(tiles if scale == 1.0 else tiles * scale)
             return
         flat = tiles.reshape(s.rows, s.count * C, G, D).mul(scale)
         if self._index is None or self._pads is None:

@@ -1,4 +1,4 @@
-"""Large outputs on huge pages.
+"""Memory of the chunkwise form: buffers that stay in cache, large outputs on huge pages.
 
 The C library maps a block over 32 MB afresh at every call, and filling it by 4 KB page faults takes
 as long as a third of the forward pass. Asking Linux for 2 MB pages removes most of that.
@@ -35,3 +35,22 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         start = -(-out.data_ptr() // page) * page
         advise(start, (out.data_ptr() + out.nbytes - start) // page * page)  # advice: may be refused
     return out
+
+
+class Buffers:
+    """Scratch tensors by name, kept while their shape stays the same.
+
+    Segments of a call reuse the same memory, so it stays in cache; nothing is shared between calls.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._tensors: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The buffer of this name; its content is whatever the last use left."""
+        x = self._tensors.get(name)
+        if x is None or x.shape != shape:
+            x = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+            self._tensors[name] = x
+        return x
