@@ -2,8 +2,9 @@
 
 Texts that occur twice are kept once, so validation text cannot be in training too. A document goes
 to validation when the hash of its name says so: the same documents in every run, a file never
-divided between the splits. The folder appears whole or not at all; a killed run leaves only a
-temporary one, which the next run removes.
+divided between the splits (but for a file so large that ``corpus`` makes many documents of it). The
+folder appears whole or not at all; a killed run leaves only a temporary one, which the next run
+removes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from gla.errors import ConfigError, DataError
 from gla.storage import TEMPORARY, remove, write_folder
 
 _BATCH_CHARACTERS = 1 << 20  # text that a worker is handed at a time
+_REPORT_BYTES = 1 << 18  # text between two calls of on_progress
 
 
 class SplitTotals(NamedTuple):
@@ -262,12 +264,15 @@ def _write_splits(
             name: SplitWriter(path, tokenizer.vocab_size, tokenizer.fingerprint)
             for name, path in (("train", train), ("val", val))
         }
-        documents = num_bytes = 0
+        documents = num_bytes = reported = 0
         for split, (tokens, size, digest) in encoded:
             writers[split].add(tokens, size, digest)
             documents += 1
             num_bytes += size
-            report(documents, num_bytes)
+            if num_bytes - reported >= _REPORT_BYTES:
+                report(documents, num_bytes)
+                reported = num_bytes
+        report(documents, num_bytes)
         for name, writer in writers.items():
             writer.close()
             if writer.index.num_documents == 0:
@@ -288,15 +293,24 @@ def _write_splits(
 @contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """Hold ``out`` against a second writer; the system lets go of it when a process dies."""
+    lock = filelock.FileLock(out.parent / f".{out.name}.lock", timeout=0)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(out.parent / f".{out.name}.lock", timeout=0):
-            yield
+        lock.acquire()
     except filelock.Timeout as reason:
         raise DataError(
             f"{out}: got a folder that another process is preparing, expected a free one; fix by "
             "waiting for it or naming another"
         ) from reason
+    except OSError as reason:
+        raise DataError(
+            f"{out}: got {reason.strerror}, expected a place that can be written; fix the path or "
+            "its permissions"
+        ) from reason
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _make_room(out: Path) -> None:

@@ -41,10 +41,10 @@ FACTS_FILE = "tokenizer.json"  # written last: a folder without it holds no toke
 
 SAMPLE_BYTES = 64 << 20  # training looks at a sample of at most this much text
 _MAX_WORDS = 2_000_000  # distinct words counted at a time; the rarest are dropped beyond
-_MAX_WORD = 64  # characters of a word that training looks at in one piece
+_MAX_WORD = 64  # characters; training cuts longer words, and their ids are not remembered
 _MAX_PIECE = 32  # characters
 _COVERAGE = 0.9995  # share of the text's characters that get a piece of their own
-_REMEMBERED = 500_000  # words whose ids are kept before the memory starts afresh
+_REMEMBERED = 1 << 18  # words whose ids are kept before the memory starts afresh
 
 _WORD = re.compile(r"[^\w\n]?[^\W\d]+|\d{1,3}| ?[^\w\s]+\n* *|\n[\n ]*| +(?= )|\s|.", re.DOTALL)
 _SHOWN = {" ": "\x01", "\n": "\x02", "\t": "\x03"}
@@ -184,6 +184,12 @@ class Tokenizer:
                 "Unicode text; fix by decoding the input as UTF-8"
             ) from None
 
+    def settled(self, text: str) -> int:
+        """Return how many characters of a text, from its start, keep their ids whatever follows."""
+        # Where a word ends depends on at most one character after its end.
+        ends = (word.end() for word in _WORD.finditer(text))
+        return max((end for end in ends if end < len(text) - 1), default=0)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids. Control ids stand for nothing.
 
@@ -214,7 +220,7 @@ class Tokenizer:
 
 
 class _Words(dict[str, list[int]]):
-    """Ids of each word seen so far."""
+    """Ids of the words seen lately; a new one is encoded when it is looked up."""
 
     def __init__(
         self, processor: sentencepiece.SentencePieceProcessor, byte_ids: list[int]
@@ -231,9 +237,10 @@ class _Words(dict[str, list[int]]):
                 ids += [self._byte_ids[byte] for byte in part.encode()]
             elif part:
                 ids += self._processor.encode(_show(part))
-        if len(self) >= _REMEMBERED:
-            self.clear()
-        self[word] = ids
+        if len(word) <= _MAX_WORD:
+            if len(self) >= _REMEMBERED:
+                self.clear()
+            self[word] = ids
         return ids
 
 
@@ -309,23 +316,18 @@ def _count_words(texts: Iterable[str]) -> Counter[str]:
             floor *= 2
     shown: Counter[str] = Counter()
     for word, count in counts.items():
-        for part in _AS_BYTES.split(word)[::2]:
+        for part in filter(None, _AS_BYTES.split(word)[::2]):
             for start in range(0, len(part), _MAX_WORD):
                 shown[_show(part[start : start + _MAX_WORD])] += count
     return shown
 
 
-def _common_characters(counts: Counter[str], vocab_size: int) -> set[str]:
-    """Return the characters that get a piece; the others are spelled as bytes.
-
-    Never more than half of what the vocabulary has left, so that text in a large script still
-    leaves room for pieces.
-    """
+def _common_characters(counts: Counter[str], room: int) -> set[str]:
+    """Return the characters that get a piece, at most ``room``; the others are spelled as bytes."""
     characters: Counter[str] = Counter()
     for word, count in counts.items():
         for char in word:
             characters[char] += count
-    room = max(1, (vocab_size - _SMALLEST + 1) // 2)
     enough = _COVERAGE * characters.total()
     common: set[str] = set()
     covered = 0
@@ -339,10 +341,10 @@ def _common_characters(counts: Counter[str], vocab_size: int) -> set[str]:
 
 def _training_lines(counts: Counter[str], common: set[str]) -> Iterator[str]:
     """Yield ``word TAB count``, commonest first, words cut where a character has no piece."""
-    rare = re.compile("[^" + re.escape("".join(sorted(common))) + "]+") if common else None
+    rare = re.compile("[^" + re.escape("".join(sorted(common))) + "]+")
     cut: Counter[str] = Counter()
     for word, count in counts.items():
-        for part in rare.split(word) if rare else []:
+        for part in rare.split(word):
             if part:
                 cut[part] += count
     for part, count in sorted(cut.items(), key=lambda entry: (-entry[1], entry[0])):
@@ -351,36 +353,46 @@ def _training_lines(counts: Counter[str], common: set[str]) -> Iterator[str]:
 
 def _train_model(texts: list[str], vocab_size: int) -> bytes:
     counts = _count_words(texts)
-    common = _common_characters(counts, vocab_size)
-    if not common:
+    if not counts:
         raise DataError("tokenizer: got no text to train on, expected some; fix the sources")
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_lines(counts, common),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            input_format="tsv",
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            byte_fallback=True,
-            character_coverage=1.0,
-            split_by_unicode_script=False,
-            split_by_number=False,
-            split_by_whitespace=False,
-            max_sentencepiece_length=_MAX_PIECE,
-            max_sentence_length=1 << 20,
-            pad_id=-1,
-            num_threads=1,
-            minloglevel=3,
+    # Characters take half of what is left at most, so that a large script leaves room for pieces;
+    # or all of it, where the text does not have that many pieces.
+    left = vocab_size - _SMALLEST + 1
+    reason = ""
+    for room in (max(1, left // 2), left):
+        try:
+            return _run_trainer(counts, _common_characters(counts, room), vocab_size)
+        except RuntimeError as error:
+            reason = str(error)
+    if largest := re.search(r"value <= (\d+)", reason):
+        raise ConfigError(
+            f"vocab_size: got {vocab_size}, expected at most {largest[1]} for this text; fix by "
+            "lowering it or adding text"
         )
-    except RuntimeError as reason:
-        if largest := re.search(r"value <= (\d+)", str(reason)):
-            raise ConfigError(
-                f"vocab_size: got {vocab_size}, expected at most {largest[1]} for this text; fix "
-                "by lowering it or adding text"
-            ) from reason
-        raise DataError(f"tokenizer: SentencePiece could not train ({reason})") from reason
+    raise DataError(f"tokenizer: SentencePiece could not train ({reason})")
+
+
+def _run_trainer(counts: Counter[str], common: set[str], vocab_size: int) -> bytes:
+    """Return a serialized model. SentencePiece's faults are RuntimeErrors."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=_training_lines(counts, common),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        input_format="tsv",
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        byte_fallback=True,
+        character_coverage=1.0,
+        split_by_unicode_script=False,
+        split_by_number=False,
+        split_by_whitespace=False,
+        max_sentencepiece_length=_MAX_PIECE,
+        max_sentence_length=1 << 20,
+        pad_id=-1,
+        num_threads=1,
+        minloglevel=3,
+    )
     return model.getvalue()
