@@ -123,6 +123,8 @@ def _noticed(buffers: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> bool:
 
 def turn(state: SoftmaxState, k: Tensor, v: Tensor, place: Place) -> SoftmaxState:
     """Ring with new tokens: k, v [B, T, G, D]; each slot takes the newest token that is its own."""
+    if k.shape[1] == 0:
+        return state
     window = state.k.shape[1]
     position = state.position + place.length
     slot = torch.arange(window, device=k.device)

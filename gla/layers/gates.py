@@ -60,9 +60,8 @@ class ChannelGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> log_decay [B, T, G, K], fp32 or wider."""
         gate_logits = self.up(self.down(x))
-        return (
-            F.logsigmoid(rearrange(gate_logits, "b t (g k) -> b t g k", g=self.num_heads)) / DIVISOR
-        )
+        gate_logits = rearrange(gate_logits, "b t (g k) -> b t g k", g=self.num_heads)
+        return F.logsigmoid(gate_logits) / DIVISOR
 
 
 def build_gate(gate: str, d_model: int, num_heads: int, key_dim: int) -> nn.Module | None:

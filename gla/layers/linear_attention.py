@@ -72,7 +72,7 @@ class LinearAttentionState(NamedTuple):
     """State of the layer.
 
     Attributes:
-        conv: [N, W-1, H K + G K + G V] last inputs of the short convolution, fp32 or wider, or None.
+        conv: [N, W-1, H K + G K + G V] last inputs of the convolution, fp32 or wider, or None.
         recurrent: state of the recurrence.
     """
 
@@ -80,12 +80,12 @@ class LinearAttentionState(NamedTuple):
     recurrent: LinearState
 
 
-class LinearAttention(Mixer):
+class LinearAttention(Mixer[LinearAttentionState]):
     """The layer. Set ``record = True`` to keep a sample of the gate's log-decay for monitoring.
 
     Attributes:
         record: whether ``forward`` stores ``last_log_decay``.
-        last_log_decay: [n, ...] detached log-decay of up to 256 tokens of the last forward, or None.
+        last_log_decay: [n, ...] detached log-decay of up to 256 tokens of the last forward.
     """
 
     def __init__(self, d_model: int, config: LinearAttentionConfig) -> None:

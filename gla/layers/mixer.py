@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from gla.errors import ConfigError
-from gla.state import LayerState
+from gla.state import State
 
 
 class MixerConfig(BaseModel):
@@ -26,7 +26,7 @@ class MixerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Mixer(nn.Module):
+class Mixer(nn.Module, Generic[State]):
     """A causal map over tokens with a state: the part of a block that looks at other tokens.
 
     A subclass is built as ``Layer(d_model, config)`` and raises ConfigError there if it cannot do
@@ -44,11 +44,11 @@ class Mixer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state: LayerState | None = None,
+        state: State | None = None,
         *,
         cu_seqlens: Tensor | None = None,
         need_state: bool = True,
-    ) -> tuple[Tensor, LayerState | None]:
+    ) -> tuple[Tensor, State | None]:
         """Mix T tokens.
 
         Args:
@@ -68,7 +68,7 @@ class Mixer(nn.Module):
         *,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> LayerState:
+    ) -> State:
         """State of sequences that have read nothing.
 
         Args:
@@ -78,7 +78,7 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
-    def step(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Mix one token: x [B, D] -> y [B, D], next state."""
         y, after = self(x.unsqueeze(1), state)
         return y.squeeze(1), after
@@ -122,7 +122,10 @@ def register_mixer(name: str, Config: type[BaseModel], Layer: Callable[[int, Any
 
         gla.register_mixer("look_back", LookBackConfig, LookBack)
         config = gla.ModelConfig(
-            d_model=64, vocab_size=256, layers=["mine*2", "gla"], mixers={"mine": {"kind": "look_back"}}
+            d_model=64,
+            vocab_size=256,
+            layers=["mine*2", "gla"],
+            mixers={"mine": {"kind": "look_back"}},
         )
 
     Args:

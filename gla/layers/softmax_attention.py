@@ -49,7 +49,7 @@ class SoftmaxAttentionConfig(MixerConfig):
     rotary_base: Annotated[float, Field(gt=1)] = 10_000.0
 
 
-class SoftmaxAttention(Mixer):
+class SoftmaxAttention(Mixer[SoftmaxState]):
     """The layer. Its state is a ring of ``window`` tokens, or a cache that grows."""
 
     def __init__(self, d_model: int, config: SoftmaxAttentionConfig) -> None:
@@ -117,9 +117,8 @@ class SoftmaxAttention(Mixer):
         full = self.config.window is None
         if need_state or (full and state is not None):
             start = self.init_state(len(position), device=x.device, dtype=k.dtype)
-            after = (cache.append if full else cache.turn)(
-                start if state is None else state, k, v, place
-            )
+            extend = cache.append if full else cache.turn
+            after = extend(start if state is None else state, k, v, place)
         # A full cache is read with the new tokens in it, a ring before they overwrite the old ones.
         past = after if full and before is not None else before
         if cu_seqlens is None:
@@ -153,9 +152,10 @@ class SoftmaxAttention(Mixer):
         """Documents of a packed row, as rows of a few batches: [1, T, ...] -> [1, T, H, K]."""
         outputs, tokens = [q[0, :0]], [cu_seqlens.new_zeros(0, dtype=torch.int64)]
         for group in group_documents(cu_seqlens):
-            rows = (x[0, group.tokens] for x in (q, k, v))
+            q_n, k_n, v_n = (x[0, group.tokens] for x in (q, k, v))
             before = None if past is None else select(past, group.documents)
-            outputs.append(self._attend(*rows, before, position[group.documents])[group.real])
+            o = self._attend(q_n, k_n, v_n, before, position[group.documents])
+            outputs.append(o[group.real])
             tokens.append(group.tokens[group.real])
         return torch.cat(outputs)[torch.cat(tokens).argsort()].unsqueeze(0)
 

@@ -77,7 +77,7 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> ModelConfig:
-        """Read the table [model] of a recipe.
+        """Read the table [model] of a recipe, and [data] vocab_size where it names none.
 
         Raises:
             ConfigError: the file is missing, no TOML, or has no valid [model].
@@ -86,12 +86,12 @@ class ModelConfig(BaseModel):
             with open(path, "rb") as file:
                 tables = tomllib.load(file)
         except (OSError, ValueError) as reason:
-            raise ConfigError(
-                f"{path}: got {reason}, expected a TOML recipe; fix the file"
-            ) from None
+            raise ConfigError(f"{path}: got {reason}, expected a TOML recipe; fix it") from None
         if not isinstance(tables.get("model"), dict):
             raise ConfigError(f"{path}: got no table [model], expected one; fix by adding it")
-        return cls(**tables["model"])
+        data = tables.get("data")
+        size = data.get("vocab_size") if isinstance(data, dict) else None
+        return cls(**({} if size is None else {"vocab_size": size}) | tables["model"])
 
     @model_validator(mode="before")
     @classmethod
@@ -140,9 +140,8 @@ class ModelConfig(BaseModel):
                     f"least 1; fix layers[{i}]"
                 )
             elif match["name"] not in self.mixers:
-                faults.append(
-                    f"layers[{i}]: got {entry!r}, expected {nearest(match['name'], known)}"
-                )
+                wanted = nearest(match["name"], known)
+                faults.append(f"layers[{i}]: got {entry!r}, expected {wanted}")
         if faults:
             raise ConfigError("\n".join(faults))
         return self

@@ -25,12 +25,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gla import storage
-from gla.errors import CheckpointError, ConfigError, StateError
+from gla.errors import CheckpointError, ConfigError
 from gla.layers.feed_forward import SwiGLU
 from gla.layers.linear import INIT_STD, Linear
 from gla.layers.mixer import Mixer, build_mixer
 from gla.layers.norms import RMSNorm
 from gla.models.config import ModelConfig
+from gla.models.inputs import check_inputs, check_state
 from gla.models.loss import linear_cross_entropy
 from gla.state import LayerState, ModelState
 
@@ -181,7 +182,7 @@ class LanguageModel(nn.Module):
             ValueError: shapes that do not fit; the message names the tensor.
             StateError: a state of another model or number of sequences.
         """
-        self._check(tokens, state, cu_seqlens, mask)
+        check_inputs(len(self.blocks), tokens, state, cu_seqlens, mask)
         if mask is None:
             h, after = self._hidden(tokens, state, cu_seqlens, need_state)
             return LanguageModelOutput(self._logits(h), after)
@@ -214,7 +215,7 @@ class LanguageModel(nn.Module):
         Returns:
             A scalar, fp32 or wider.
         """
-        self._check(tokens, state, cu_seqlens, None)
+        check_inputs(len(self.blocks), tokens, state, cu_seqlens, None)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets: got shape {list(targets.shape)}, expected that of tokens, "
@@ -250,7 +251,7 @@ class LanguageModel(nn.Module):
         Returns:
             Logits [B, V] after each row's last real token (0 for a row without one), and the state.
         """
-        self._check(tokens, state, None, mask)
+        check_inputs(len(self.blocks), tokens, state, None, mask)
         if tokens.shape[1] == 0:
             raise ValueError("tokens: got T = 0, expected at least one token; fix tokens")
         last = self.embed.weight.new_zeros(tokens.shape[0], self.config.d_model)
@@ -283,7 +284,7 @@ class LanguageModel(nn.Module):
         """
         if tokens.dim() != 1:
             raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B]; fix tokens")
-        self._check_state(state, tokens.shape[0])
+        check_state(len(self.blocks), state, tokens.shape[0])
         h = self.embed(tokens)
         layers = []
         for block, layer in zip(self.blocks, state.layers, strict=True):
@@ -318,48 +319,6 @@ class LanguageModel(nn.Module):
         if cu_seqlens is not None:
             length = cu_seqlens.diff().to(torch.int64)
         return h, ModelState(tuple(layers), length if state is None else state.position + length)
-
-    def _check(
-        self,
-        tokens: Tensor,
-        state: ModelState | None,
-        cu_seqlens: Tensor | None,
-        mask: Tensor | None,
-    ) -> None:
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B, T]; fix tokens")
-        if tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"tokens: got {tokens.dtype}, expected int64; fix tokens.long()")
-        B = N = tokens.shape[0]
-        if mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError("mask: got a mask and cu_seqlens, expected one of them; fix mask")
-            if mask.shape != tokens.shape or mask.dtype != torch.bool:
-                raise ValueError(
-                    f"mask: got shape {list(mask.shape)} and {mask.dtype}, expected "
-                    f"{list(tokens.shape)} and bool; fix mask"
-                )
-        if cu_seqlens is not None:
-            if B != 1:
-                raise ValueError(
-                    f"cu_seqlens: got B = {B} rows of tokens, expected 1; "
-                    "fix by packing the rows into one"
-                )
-            N = cu_seqlens.shape[0] - 1
-        if state is not None:
-            self._check_state(state, N)
-
-    def _check_state(self, state: ModelState, sequences: int) -> None:
-        if len(state.layers) != len(self.blocks):
-            raise StateError(
-                f"state: got {len(state.layers)} layers, expected {len(self.blocks)}; "
-                "fix by using the state of this model"
-            )
-        if state.position.shape != (sequences,):
-            raise StateError(
-                f"state: got {list(state.position.shape)} sequences, expected [{sequences}]; "
-                "fix by selecting its rows with gla.state.select"
-            )
 
 
 def _build(config: ModelConfig, name: str) -> Mixer:

@@ -66,9 +66,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grads = (
-            None if g is None else (g * grad).to(dtype)
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the names
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        scaled = (
+            None if g is None else (g * grads[0]).to(dtype)
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return next(grads), next(grads), None, None
+        return next(scaled), next(scaled), None, None

@@ -1,0 +1,112 @@
+"""The parts of layers, each against its definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gla.layers.feature_maps import FEATURE_MAPS
+from gla.layers.feed_forward import SwiGLU
+from gla.layers.gates import FixedGate
+from gla.layers.linear import Linear, WideLinear
+from gla.layers.norms import RMSNorm
+from gla.layers.packing import document_of_token, group_documents
+from gla.layers.rotary import rotate
+from gla.layers.short_convolution import ShortConvolution
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+def test_short_convolution_equals_conv1d(width):
+    conv = ShortConvolution(6, width).double()
+    x = torch.randn(3, 10, 6, dtype=torch.float64)
+    y, state = conv(x)
+    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+    wanted = F.silu(F.conv1d(padded, conv.weight.T.unsqueeze(1), groups=6)).transpose(1, 2)
+    torch.testing.assert_close(y, wanted)
+    assert torch.equal(state, x[:, 10 - (width - 1) :])
+
+
+def test_short_convolution_accepts_slices_of_a_wider_tensor():
+    conv = ShortConvolution(6, 3)
+    wide = torch.randn(2, 10, 20)
+    assert torch.equal(conv(wide[..., 3:9])[0], conv(wide[..., 3:9].contiguous())[0])
+
+
+def test_rms_norm():
+    norm = RMSNorm(8, eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(4, 8) / 30  # small enough that eps counts
+    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), wanted)
+    huge = torch.full((1, 8), 300.0, dtype=torch.float16)  # its square is past fp16's range
+    torch.testing.assert_close(norm.half()(huge)[0], norm.weight, atol=1e-2, rtol=1e-2)
+
+
+def test_rotary_depends_on_distance_only_and_is_exact_far_out():
+    q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64) for _ in range(2))
+
+    def score(i, j):
+        a, b = (rotate(x, torch.tensor([[p]]), 10_000.0) for x, p in ((q, i), (k, j)))
+        return (a * b).sum()
+
+    torch.testing.assert_close(score(3, 1), score(1_000_003, 1_000_001), rtol=1e-8, atol=1e-8)
+    assert abs(score(3, 1) - score(4, 1)) > 1e-3
+    one = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    far = rotate(one, torch.tensor([[9_999_991]]), 10_000.0).flatten()
+    wanted = torch.tensor([math.cos(9_999_991), math.sin(9_999_991)])
+    torch.testing.assert_close(far, wanted, atol=1e-6, rtol=0)
+
+
+def test_fixed_gate_is_that_of_retnet():
+    decay = FixedGate(4)(torch.zeros(1, 1, 1)).exp()
+    torch.testing.assert_close(decay, torch.tensor([1 - 2.0 ** (-5 - h) for h in range(4)]))
+
+
+def test_swiglu():
+    mlp = SwiGLU(4, 6)
+    x = torch.randn(2, 4)
+    gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
+    wanted = (gate * gate.sigmoid() * up) @ mlp.down_proj.weight.T
+    torch.testing.assert_close(mlp(x), wanted)
+
+
+def test_positive_feature_maps_are_positive_and_the_others_are_not():
+    x = torch.linspace(-10, 10, 101)
+    for name, (function, positive) in FEATURE_MAPS.items():
+        assert bool((function(x) > 0).all()) == positive, name
+
+
+def test_wide_linear_stays_in_fp32():
+    layer = WideLinear(4, 3, bias=True)
+    before = layer.weight.clone()
+    for narrow in (torch.nn.Module.bfloat16, torch.nn.Module.half):
+        narrow(layer)
+        assert torch.equal(layer.weight, before) and layer.bias.dtype == torch.float32
+    assert layer(torch.randn(2, 4, dtype=torch.bfloat16)).dtype == torch.float32
+    assert layer.double().weight.dtype == torch.float64
+    assert layer.to("meta").weight.is_meta
+
+
+def test_linear_starts_as_published():
+    layer = Linear(300, 400, bias=True)
+    assert abs(layer.weight.std().item() - 0.02) < 2e-4
+    assert torch.equal(layer.bias, torch.zeros(400))
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 2, 3], [0, 4, 0, 0, 2, 0], [0], [], [40, 33, 64, 1]])
+def test_documents_are_found_and_grouped(lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    T = sum(lengths)
+    wanted = [n for n, length in enumerate(lengths) for _ in range(length)]
+    assert document_of_token(offsets, T).tolist() == wanted
+    seen = []
+    for group in group_documents(offsets):
+        sizes = group.real.sum(1)
+        assert sizes.tolist() == [lengths[n] for n in group.documents.tolist()]
+        assert sizes.max() - sizes.min() < 32
+        assert bool(group.real[:, 0].all())
+        seen += group.tokens[group.real].tolist()
+    assert sorted(seen) == list(range(T))
