@@ -200,7 +200,7 @@ def _read_parquet(file: Path, name: str, field: str) -> Iterator[Document | _Fau
                     yield _row(row, field, f"{file}: row {number}", f"{name}:{number}")
                     number += 1
     except (OSError, ValueError, NotImplementedError) as reason:  # bases of pyarrow's errors
-        raise DataError(f"{file}: got a file that is no parquet ({reason})") from reason
+        raise DataError(f"{file}: got a file that is no parquet ({_line(reason)})") from reason
 
 
 def _read_hub(source: str, field: str) -> Iterator[Document | _Fault]:
@@ -217,8 +217,8 @@ def _read_hub(source: str, field: str) -> Iterator[Document | _Fault]:
         rows = datasets.load_dataset(name, streaming=True, **options)
         for number, row in enumerate(rows):
             yield _row(row, field, f"{source} row {number}", f"{source}:{number}")
-    except (OSError, ValueError, RuntimeError) as reason:  # network, unknown name, bad files
-        raise DataError(f"{source}: could not be read from the Hub ({reason})") from reason
+    except Exception as reason:  # datasets and its HTTP client share no class of error
+        raise DataError(f"{source}: could not be read from the Hub ({_line(reason)})") from reason
 
 
 def _read_stdlib() -> Iterator[Document | _Fault]:
@@ -262,6 +262,11 @@ def _not_utf8(where: str, offset: int) -> str:
         f"{where}: got bytes that are not UTF-8 at offset {offset}, expected UTF-8; fix by "
         "converting it, e.g. `iconv -f latin1 -t utf-8`"
     )
+
+
+def _line(reason: Exception) -> str:
+    """Return another library's message on one line."""
+    return " ".join(str(reason).split())
 
 
 def _import(module: str, what: str) -> Any:

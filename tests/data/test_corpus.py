@@ -250,6 +250,22 @@ def test_hub_faults(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         read("hub:org/set")
 
 
+def test_the_real_package_reads_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``datasets`` takes a folder ORG/NAME of the working folder for a data set of that name."""
+    pytest.importorskip("datasets", reason="needs the package datasets (extra hub)")
+    write(tmp_path / "org/set/train.jsonl", '{"text": "one"}\n{"text": "two"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert read("hub:org/set") == [
+        Document("hub:org/set:0", "one"),
+        Document("hub:org/set:1", "two"),
+    ]
+    with pytest.raises(DataError, match=r"row 0: got columns text, expected 'body'"):
+        read("hub:org/set", text_field="body")
+    with pytest.raises(DataError, match=r"hub:org/set\?split=test: could not be read") as caught:
+        read("hub:org/set?split=test")
+    assert "\n" not in str(caught.value)
+
+
 # The standard library
 
 
