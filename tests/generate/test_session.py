@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 from itertools import islice, zip_longest
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from gla.generate.session import Session
 from .conftest import CONFIG, make_model
 
 PROMPT = "abc de\n    fgh ((a, b)) 123456 Grüße 漢字 😀!!  \n\n x"
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
