@@ -39,7 +39,7 @@ class LinearState(NamedTuple):
 
 
 # What a mixer carries: any NamedTuple built from these.
-LayerState: TypeAlias = tuple[Union[Tensor, None, "LayerState"], ...]
+LayerState: TypeAlias = tuple[Union[Tensor, "LayerState", None], ...]
 
 
 class ModelState(NamedTuple):
@@ -145,11 +145,9 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             description = file.metadata() or {}
-            return {name: file.get_tensor(name) for name in file.keys()}, description  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, description
     except FileNotFoundError:
-        raise StateError(
-            f"{path}: got no such file, expected a saved state; fix the path"
-        ) from None
+        raise StateError(f"{path}: got no file, expected a saved state; fix the path") from None
     except (OSError, ValueError, safetensors.SafetensorError) as reason:
         raise StateError(
             f"{path}: got an unreadable file ({reason}), expected a saved state; "

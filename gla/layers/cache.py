@@ -90,7 +90,7 @@ def append(state: SoftmaxState, k: Tensor, v: Tensor, place: Place) -> SoftmaxSt
     """
     position = state.position + place.length
     # One read of positions on the host; what is filled is known there.
-    before, after = state.position.cpu(), position.cpu()
+    before, after = state.position.cpu(), position.to("cpu", copy=True)
     needed = int(after.max()) if len(after) else 0
     buffers = (state.k, state.v)
     owned = state.filled is not None and torch.equal(state.filled.cpu(), before)

@@ -142,8 +142,9 @@ class LanguageModel(nn.Module):
         try:
             model.load_state_dict(load_file(file))
         except (OSError, SafetensorError, RuntimeError) as reason:
+            what = " ".join(str(reason).split())
             raise CheckpointError(
-                f"{file}: got {reason}, expected the weights of {run / 'config.toml'}; "
+                f"{file}: got {what}, expected the weights of {run / 'config.toml'}; "
                 "fix by loading the run that wrote them"
             ) from reason
         return model.to(device).eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ def loop(layer, x):
         qkv = F.silu(F.conv1d(F.pad(qkv.T, (W - 1, 0)), weight, groups=len(weight)).T)
     q, k, v = qkv.split([H * K, G * K, G * V], -1)
     q, k = (MAPS[config.feature_map](u) for u in (q, k))
+    logits = torch.zeros(0)
     if config.gate == "channel":
         logits = F.linear(layer.gate.down(x), layer.gate.up.weight, layer.gate.up.bias)
     elif config.gate == "head":
@@ -72,7 +75,7 @@ def test_equals_a_loop(make, name):
 
 
 def test_defaults_are_those_of_the_paper():
-    layer = LinearAttention(256, LinearAttentionConfig())
+    layer: Any = LinearAttention(256, LinearAttentionConfig())
     assert (layer.num_heads, layer.key_dim, layer.value_dim) == (4, 32, 64)
     assert layer.gate.down.weight.shape == (16, 256)
     assert layer.gate.up.weight.shape == (128, 16)
@@ -85,7 +88,7 @@ def test_defaults_are_those_of_the_paper():
 
 
 def test_gates_are_never_decayed_and_compute_in_fp32_under_autocast():
-    layer = LinearAttention(64, LinearAttentionConfig(gate="head"))
+    layer: Any = LinearAttention(64, LinearAttentionConfig(gate="head"))
     assert layer.gate.proj.no_weight_decay
     x = torch.randn(1, 5, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -112,7 +115,7 @@ def test_recording_keeps_a_detached_sample_only_when_asked():
     assert sample is not None and not sample.requires_grad
     assert 200 < len(sample) <= 256 and sample.shape[1:] == (1, 32)
     assert (sample < 0).all()
-    fixed = LinearAttention(128, LinearAttentionConfig(gate="fixed"))
+    fixed: Any = LinearAttention(128, LinearAttentionConfig(gate="fixed"))
     fixed.record = True
     fixed(torch.randn(1, 3, 128))
     torch.testing.assert_close(fixed.last_log_decay.exp(), torch.tensor([1 - 1 / 32, 1 - 1 / 64]))

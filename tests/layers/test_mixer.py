@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gla.state import map_tensors, named_tensors, select
 
 T = 21
 LENGTHS = [1, 2, 3, 0, 9, 1, 0, 5]
-TOLERANCE = {"rtol": 1e-11, "atol": 1e-12}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
 
 
 def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -24,7 +25,7 @@ def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tenso
     return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
-def warm_state(mixer: Mixer, rows: int, tokens: int = 7):
+def warm_state(mixer: Mixer, rows: int, tokens: int = 7) -> Any:
     """State of rows that have read different numbers of tokens, from 0 to ``tokens``."""
     lengths = [i % (tokens + 1) for i in range(rows)]
     x = inputs(1, sum(lengths), 16, seed=2)
@@ -70,7 +71,7 @@ def test_later_tokens_change_nothing_and_the_own_token_counts(mixer):
 def test_packed_documents_equal_separate_ones(mixer, warm, dtype, assert_same_state):
     N = len(LENGTHS)
     x = inputs(1, sum(LENGTHS), 16).requires_grad_()
-    state = warm_state(mixer, N) if warm else None
+    state: Any = warm_state(mixer, N) if warm else None
     y, end = mixer(x, state, cu_seqlens=offsets(LENGTHS, dtype))
     weights = inputs(*y.shape, seed=5)
     variables = [x, *mixer.parameters()]  # gradients go through the warm state too
@@ -114,7 +115,7 @@ def test_a_state_is_left_as_it_was(mixer):
     kept = map_tensors(state, torch.clone)
     wanted = [mixer(u, map_tensors(kept, torch.clone)) for u in (x[:, 66:80], x[:, 80:])]
     branches = [mixer.step(x[:, 66], state), mixer.step(x[:, 80], state)]
-    for i, (start, (y, end)) in enumerate(zip((66, 80), wanted, strict=True)):
+    for i, (start, (y, _)) in enumerate(zip((66, 80), wanted, strict=True)):
         out, branch = branches[i]
         outputs = [out]
         for t in range(start + 1, start + y.shape[1]):
