@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gla.data import corpus, loader, packing, prepare, shards, tokenizer
+    from gla.data import corpus, loader, packing, prepare, shards, tokenizer, vocabulary
 
-__all__ = ["corpus", "loader", "packing", "prepare", "shards", "tokenizer"]
+__all__ = ["corpus", "loader", "packing", "prepare", "shards", "tokenizer", "vocabulary"]
 
 
 def __getattr__(name: str) -> Any:

@@ -69,7 +69,7 @@ def prepare(
 ) -> Prepared:
     """Tokenize a corpus into ``out/train`` and ``out/val``.
 
-    At least one document goes to validation. Where there is only one, its last part does.
+    At least one document goes to each split. Where there is only one, its last part is validation.
 
     Args:
         sources: A corpus, or its sources: files, folders, globs, "stdlib", "hub:NAME".
@@ -114,6 +114,21 @@ def goes_to_validation(name: str, val_fraction: float) -> bool:
     return _number(name) < val_fraction
 
 
+def training_documents(
+    sources: str | Path | Iterable[str | Path] | Corpus, val_fraction: float = 0.05
+) -> Iterator[Document]:
+    """Yield what ``prepare`` would put into training: what a tokenizer may learn from.
+
+    Args:
+        sources: As for ``prepare``.
+        val_fraction: As for ``prepare``.
+    """
+    corpus = sources if isinstance(sources, Corpus) else Corpus(sources)
+    for split, document in _split(_Unique(corpus), val_fraction):
+        if split == "train":
+            yield document
+
+
 def _number(name: str) -> float:
     """Return a number from 0 to below 1 that looks random and depends on the name alone."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
@@ -139,26 +154,31 @@ class _Unique:
 
 
 def _split(documents: Iterable[Document], val_fraction: float) -> Iterator[tuple[str, Document]]:
-    """Yield each document with its split.
+    """Yield each document with its split; of two documents or more, each split gets one.
 
     The one whose name has the smallest number of all is held back to the end and goes to
-    validation in any case.
+    validation; the one before goes to training where none has yet.
     """
-    held: Document | None = None
-    count = 0
+    held: Document | None = None  # smallest number so far
+    last: Document | None = None  # of the others
+    trained = False
     for document in documents:
-        count += 1
         if held is None:
             held = document
             continue
         if _number(document.name) < _number(held.name):
             held, document = document, held
-        yield "val" if goes_to_validation(document.name, val_fraction) else "train", document
+        if last is not None:
+            val = goes_to_validation(last.name, val_fraction)
+            trained |= not val
+            yield "val" if val else "train", last
+        last = document
     if held is None:
         raise DataError("sources: got no text, expected at least one document; fix the sources")
-    if count == 1:
-        head, held = _cut(held, 1 - val_fraction)
-        yield "train", head
+    if last is None:
+        last, held = _cut(held, 1 - val_fraction)
+    val = trained and goes_to_validation(last.name, val_fraction)
+    yield "val" if val else "train", last
     yield "val", held
 
 
@@ -273,13 +293,8 @@ def _write_splits(
                 report(documents, num_bytes)
                 reported = num_bytes
         report(documents, num_bytes)
-        for name, writer in writers.items():
+        for writer in writers.values():
             writer.close()
-            if writer.index.num_documents == 0:
-                raise DataError(
-                    f"{name}: got none of {documents} documents, expected some; fix by changing "
-                    "val_fraction or adding documents"
-                )
             index = writer.index
             totals.append(SplitTotals(index.num_documents, index.num_tokens, index.num_bytes))
 

@@ -1,28 +1,14 @@
-"""A SentencePiece tokenizer that loses nothing: decode(encode(text)) == text for any valid text.
+"""A tokenizer that loses nothing: decode(encode(text)) == text for any valid text.
 
-SentencePiece on its own is lossy, and blind to the layout of code: it writes a space as "▁" (so a
-real "▁" comes back as a space), uses tab and NUL as separators in training, and refuses pieces
-such as newline + indentation. Three rules avoid all of that:
-
-1. Text is cut into words by one pattern (letters with the character before them, up to three
-   digits, punctuation with the line end after it, line end + indentation, runs of spaces). Pieces
-   are learned within words, and each distinct word is encoded once: its ids are remembered.
-2. Inside a word, space, newline and tab are shown to SentencePiece as the control characters 1, 2
-   and 3, which to it are letters like any other.
-3. The few characters that SentencePiece or rule 2 gives another meaning are spelled as bytes.
-
-Ids are turned back by a table from id to bytes, never by SentencePiece. The model is a byte-pair
-encoding with byte fallback and the control pieces <unk> (never produced), <s> and </s>.
+How text becomes words and words become pieces is told in ``vocabulary``. Each distinct word is
+encoded once and its ids are remembered for a while; ids are turned back by a table from id to
+bytes, never by SentencePiece.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-import io
 import json
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -32,6 +18,17 @@ import numpy as np
 import sentencepiece
 
 from gla.data.corpus import Corpus, Document
+from gla.data.vocabulary import (
+    AS_BYTES,
+    MAX_WORD,
+    SAMPLE_BYTES,
+    SMALLEST,
+    WORD,
+    hide,
+    learn,
+    sample,
+    show,
+)
 from gla.errors import ConfigError, DataError
 from gla.storage import write_bytes_atomic
 
@@ -39,19 +36,7 @@ FORMAT = 1
 MODEL_FILE = "tokenizer.model"
 FACTS_FILE = "tokenizer.json"  # written last: a folder without it holds no tokenizer
 
-SAMPLE_BYTES = 64 << 20  # training looks at a sample of at most this much text
-_MAX_WORDS = 2_000_000  # distinct words counted at a time; the rarest are dropped beyond
-_MAX_WORD = 64  # characters; training cuts longer words, and their ids are not remembered
-_MAX_PIECE = 32  # characters
-_COVERAGE = 0.9995  # share of the text's characters that get a piece of their own
 _REMEMBERED = 1 << 18  # words whose ids are kept before the memory starts afresh
-
-_WORD = re.compile(r"[^\w\n]?[^\W\d]+|\d{1,3}| ?[^\w\s]+\n* *|\n[\n ]*| +(?= )|\s|.", re.DOTALL)
-_SHOWN = {" ": "\x01", "\n": "\x02", "\t": "\x03"}
-_HIDDEN = {shown: char for char, shown in _SHOWN.items()}
-# NUL; the stand-ins above; "▁", SentencePiece's space; "▅", its mark for an unknown character.
-_AS_BYTES = re.compile("([\x00\x01\x02\x03\u2581\u2585])")
-_SMALLEST = 256 + 3 + 1  # bytes, control pieces, one character
 
 
 class Tokenizer:
@@ -136,15 +121,16 @@ class Tokenizer:
             vocab_size: Number of ids, at least 260: 256 bytes, 3 control pieces, and the rest
                 learned.
             out: The folder to write; it must not hold a tokenizer.
-            sample_bytes: Where there is more text, an even sample of documents of this size is
-                looked at. Memory grows with it, not with the text.
+            sample_bytes: Where there is more text, an even sample of its documents of this size
+                is looked at: of the first 16 times as much, so that a large dataset of the Hub is
+                not downloaded twice. Memory grows with it, not with the text.
 
         Raises:
             ConfigError: ``vocab_size`` is too small, or larger than the text can fill.
             DataError: The source cannot be read, is empty, or ``out`` holds a tokenizer.
         """
-        if vocab_size < _SMALLEST:
-            raise ConfigError(f"vocab_size: got {vocab_size}, expected at least {_SMALLEST}")
+        if vocab_size < SMALLEST:
+            raise ConfigError(f"vocab_size: got {vocab_size}, expected at least {SMALLEST}")
         out = Path(out)
         if (out / FACTS_FILE).exists():
             raise DataError(
@@ -152,8 +138,8 @@ class Tokenizer:
                 "another folder"
             )
         documents = source if isinstance(source, Corpus | Iterator) else Corpus(source)
-        texts = _sample((document.text for document in documents), sample_bytes)
-        model = _train_model(texts, vocab_size)
+        texts = sample((document.text for document in documents), sample_bytes)
+        model = learn(texts, vocab_size)
         tokenizer = cls(model)
         facts = {
             "format": FORMAT,
@@ -176,7 +162,7 @@ class Tokenizer:
             DataError: The text holds a lone surrogate, which no UTF-8 can spell.
         """
         try:
-            return list(chain.from_iterable(map(self._words.__getitem__, _WORD.findall(text))))
+            return list(chain.from_iterable(map(self._words.__getitem__, WORD.findall(text))))
         except UnicodeEncodeError:
             at, char = next((i, c) for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
             raise DataError(
@@ -186,8 +172,8 @@ class Tokenizer:
 
     def settled(self, text: str) -> int:
         """Return how many characters of a text, from its start, keep their ids whatever follows."""
-        # Where a word ends depends on at most one character after its end.
-        ends = (word.end() for word in _WORD.finditer(text))
+        # Where a word ends depends on two characters after it at most (a run of spaces on both).
+        ends = (word.end() for word in WORD.finditer(text))
         return max((end for end in ends if end < len(text) - 1), default=0)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -232,22 +218,16 @@ class _Words(dict[str, list[int]]):
     def __missing__(self, word: str) -> list[int]:
         word.encode()  # a lone surrogate ends here, not inside SentencePiece
         ids: list[int] = []
-        for i, part in enumerate(_AS_BYTES.split(word)):
+        for i, part in enumerate(AS_BYTES.split(word)):
             if i % 2:
                 ids += [self._byte_ids[byte] for byte in part.encode()]
             elif part:
-                ids += self._processor.encode(_show(part))
-        if len(word) <= _MAX_WORD:
+                ids += self._processor.encode(show(part))
+        if len(word) <= MAX_WORD:
             if len(self) >= _REMEMBERED:
                 self.clear()
             self[word] = ids
         return ids
-
-
-def _show(text: str) -> str:
-    for char, shown in _SHOWN.items():
-        text = text.replace(char, shown)
-    return text
 
 
 def _bytes_of(processor: sentencepiece.SentencePieceProcessor, token: int) -> bytes:
@@ -257,9 +237,7 @@ def _bytes_of(processor: sentencepiece.SentencePieceProcessor, token: int) -> by
         return bytes([int(piece[3:5], 16)])
     if processor.is_control(token) or processor.is_unknown(token):
         return b""
-    for shown, char in _HIDDEN.items():
-        piece = piece.replace(shown, char)
-    return piece.encode()
+    return hide(piece).encode()
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
@@ -286,113 +264,3 @@ def _missing(file: Path, reason: OSError) -> str:
         f"{file}: got {reason.strerror}, expected a file; fix by running `gla tokenizer train` or "
         "naming its folder"
     )
-
-
-def _sample(texts: Iterable[str], limit: int) -> list[str]:
-    """Return all texts, or an even sample of them of about ``limit`` characters, in their order.
-
-    Each text gets a number that looks random and is the same in every run; the texts with the
-    smallest numbers are kept (one pass, memory of the sample).
-    """
-    kept: list[tuple[float, int, str]] = []  # a heap with the largest number on top
-    size = 0
-    for index, text in enumerate(texts):
-        number = int.from_bytes(hashlib.sha256(index.to_bytes(8, "little")).digest()[:8], "little")
-        heapq.heappush(kept, (-number, index, text))
-        size += len(text)
-        while size > limit and len(kept) > 1:
-            size -= len(heapq.heappop(kept)[2])
-    return [text[:limit] for _, _, text in sorted(kept, key=lambda entry: entry[1])]
-
-
-def _count_words(texts: Iterable[str]) -> Counter[str]:
-    """Count the words, as SentencePiece will be shown them."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(_WORD.findall(text))
-        floor = 1
-        while len(counts) > _MAX_WORDS:
-            counts = Counter({word: n for word, n in counts.items() if n > floor})
-            floor *= 2
-    shown: Counter[str] = Counter()
-    for word, count in counts.items():
-        for part in filter(None, _AS_BYTES.split(word)[::2]):
-            for start in range(0, len(part), _MAX_WORD):
-                shown[_show(part[start : start + _MAX_WORD])] += count
-    return shown
-
-
-def _common_characters(counts: Counter[str], room: int) -> set[str]:
-    """Return the characters that get a piece, at most ``room``; the others are spelled as bytes."""
-    characters: Counter[str] = Counter()
-    for word, count in counts.items():
-        for char in word:
-            characters[char] += count
-    enough = _COVERAGE * characters.total()
-    common: set[str] = set()
-    covered = 0
-    for char, count in sorted(characters.items(), key=lambda entry: (-entry[1], entry[0])):
-        if covered >= enough or len(common) >= room:
-            break
-        common.add(char)
-        covered += count
-    return common
-
-
-def _training_lines(counts: Counter[str], common: set[str]) -> Iterator[str]:
-    """Yield ``word TAB count``, commonest first, words cut where a character has no piece."""
-    rare = re.compile("[^" + re.escape("".join(sorted(common))) + "]+")
-    cut: Counter[str] = Counter()
-    for word, count in counts.items():
-        for part in rare.split(word):
-            if part:
-                cut[part] += count
-    for part, count in sorted(cut.items(), key=lambda entry: (-entry[1], entry[0])):
-        yield f"{part}\t{count}"
-
-
-def _train_model(texts: list[str], vocab_size: int) -> bytes:
-    counts = _count_words(texts)
-    if not counts:
-        raise DataError("tokenizer: got no text to train on, expected some; fix the sources")
-    # Characters take half of what is left at most, so that a large script leaves room for pieces;
-    # or all of it, where the text does not have that many pieces.
-    left = vocab_size - _SMALLEST + 1
-    reason = ""
-    for room in (max(1, left // 2), left):
-        try:
-            return _run_trainer(counts, _common_characters(counts, room), vocab_size)
-        except RuntimeError as error:
-            reason = str(error)
-    if largest := re.search(r"value <= (\d+)", reason):
-        raise ConfigError(
-            f"vocab_size: got {vocab_size}, expected at most {largest[1]} for this text; fix by "
-            "lowering it or adding text"
-        )
-    raise DataError(f"tokenizer: SentencePiece could not train ({reason})")
-
-
-def _run_trainer(counts: Counter[str], common: set[str], vocab_size: int) -> bytes:
-    """Return a serialized model. SentencePiece's faults are RuntimeErrors."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=_training_lines(counts, common),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        input_format="tsv",
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        byte_fallback=True,
-        character_coverage=1.0,
-        split_by_unicode_script=False,
-        split_by_number=False,
-        split_by_whitespace=False,
-        max_sentencepiece_length=_MAX_PIECE,
-        max_sentence_length=1 << 20,
-        pad_id=-1,
-        num_threads=1,
-        minloglevel=3,
-    )
-    return model.getvalue()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from gla.data.corpus import Corpus
-from gla.data.prepare import Prepared, goes_to_validation, prepare
+from gla.data.prepare import Prepared, goes_to_validation, prepare, training_documents
 from gla.data.shards import TokenDataset, check_disjoint
 from gla.data.tokenizer import Tokenizer
 from gla.errors import ConfigError, DataError
@@ -119,12 +119,14 @@ def test_a_document_in_both_splits_is_an_error(tmp_path: Path, tokenizer_dir: Pa
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_at_least_one_document_goes_to_validation(
+def test_at_least_one_document_goes_to_each_split(
     tmp_path: Path, tokenizer_dir: Path, count: int
 ) -> None:
     write_texts(tmp_path / "text", count)
     done = prepare(tmp_path / "text", tokenizer_dir, tmp_path / "out", 1e-9)
     assert (done.train.num_documents, done.val.num_documents) == (count - 1, 1)
+    done = prepare(tmp_path / "text", tokenizer_dir, tmp_path / "out2", 1 - 1e-9)
+    assert (done.train.num_documents, done.val.num_documents) == (1, count - 1)
 
 
 def test_a_single_document_is_cut_at_a_line_end(
@@ -149,6 +151,17 @@ def test_a_single_document_of_few_lines(
     parts = [texts_of(tmp_path / "out" / name, tokenizer) for name in ("train", "val")]
     assert "".join(parts[0] + parts[1]) == text
     assert all(parts[0]) and all(parts[1])
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_a_tokenizer_can_be_trained_without_the_validation_text(
+    tmp_path: Path, tokenizer_dir: Path, tokenizer: Tokenizer, count: int
+) -> None:
+    write_texts(tmp_path / "text", count)
+    write_texts(tmp_path / "text/again", count)  # duplicates, under names of other splits
+    documents = list(training_documents(tmp_path / "text", 0.3))
+    prepare(tmp_path / "text", tokenizer_dir, tmp_path / "out", 0.3)
+    assert [d.text for d in documents] == texts_of(tmp_path / "out/train", tokenizer)
 
 
 # Faults
@@ -184,18 +197,6 @@ def test_nothing_is_left_of_a_failed_run(tmp_path: Path, tokenizer_dir: Path) ->
     corpus = Corpus(tmp_path / "text", max_bad=1)
     done = prepare(corpus, tokenizer_dir, out)
     assert done.skipped == 1
-
-
-def test_all_in_validation_is_an_error(tmp_path: Path, tokenizer_dir: Path) -> None:
-    write_texts(tmp_path / "text", 3)
-    refused(
-        "train: got none of 3 documents",
-        tmp_path / "out",
-        tmp_path / "text",
-        tokenizer_dir,
-        tmp_path / "out",
-        1 - 1e-9,
-    )
 
 
 def test_what_stands_there_is_left_alone(tmp_path: Path, tokenizer_dir: Path) -> None:

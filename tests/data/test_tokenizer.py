@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -71,6 +72,19 @@ def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
 def test_bytes_survive_a_cut(tokenizer: Tokenizer, text: str, at: int) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode_bytes(ids[:at]) + tokenizer.decode_bytes(ids[at:]) == text.encode()
+
+
+@given(st.text(alphabet=AWKWARD + "   ab"), st.text(alphabet=AWKWARD + "   ab"))
+def test_settled_text_keeps_its_ids(tokenizer: Tokenizer, text: str, more: str) -> None:
+    at = tokenizer.settled(text)
+    head, tail = tokenizer.encode(text[:at]), tokenizer.encode(text[at:] + more)
+    assert head + tail == tokenizer.encode(text + more)
+
+
+def test_most_of_a_text_is_settled(tokenizer: Tokenizer) -> None:
+    assert tokenizer.settled("") == tokenizer.settled("a") == 0
+    assert tokenizer.settled("one two three ") == len("one two")
+    assert tokenizer.settled(train_text()) > len(train_text()) - 20
 
 
 def test_own_training_text_round_trips(tokenizer: Tokenizer) -> None:
@@ -268,6 +282,14 @@ def test_a_large_corpus_is_sampled_evenly(tmp_path: Path) -> None:
     assert 90_000 < facts["bytes"] <= 100_000
     assert facts["documents"] == facts["bytes"] // 900
     assert tokenizer.decode(tokenizer.encode(documents[7].text)) == documents[7].text
+
+
+def test_a_stream_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    read = itertools.count()
+    stream = (Document(str(i), f"word{i:04d} " * 100) for i in read)
+    tokenizer = Tokenizer.train(stream, 280, tmp_path, sample_bytes=20_000)
+    assert tokenizer.vocab_size == 280
+    assert 16 * 20_000 / 900 < next(read) < 16 * 20_000 / 900 + 3
 
 
 def test_the_memory_of_words_is_bounded(
