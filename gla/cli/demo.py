@@ -44,6 +44,7 @@ def demo(
     """
     from gla.cli.eval import measure
     from gla.cli.sample import sampler
+    from gla.compare.references import references
     from gla.train.config import load_recipe
     from gla.train.loop import train
 
@@ -56,7 +57,7 @@ def demo(
     train(config, run, device=device, sampler=sampler)
     _note("evaluating the newest checkpoint, and the references on the same text")
     rows = {"gated model": measure(run, device=device)}
-    rows |= measure_references(Path(config.data.path))
+    rows |= references(config.data.path)
     sample = continue_prompt(run, device)
     figures = {
         "rows": rows,
@@ -100,11 +101,6 @@ def decode_state_bytes(run: Path) -> int:
     from gla.models.language_model import LanguageModel
 
     return state.nbytes(LanguageModel.load(run, device="cpu").init_state(1))
-
-
-def measure_references(data: Path) -> dict[str, dict[str, Any]]:
-    """Return the figures of a unigram model, a bigram model and xz on the validation split."""
-    raise NotImplementedError
 
 
 def show(figures: Mapping[str, Any]) -> None:

@@ -1,0 +1,267 @@
+"""Every command on a small corpus: tokenizer, data, train, resume, eval, generate, demo, doctor."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gla.cli import recipes
+from gla.cli.demo import next_run
+from gla.cli.main import main
+
+RECIPE = """
+[model]
+d_model = 32
+layers = ["gated", "local"]
+[model.mixers.gated]
+kind = "linear_attention"
+[model.mixers.local]
+kind = "softmax_attention"
+window = 16
+[data]
+path = "DATA"
+sources = ["TEXT"]
+vocab_size = 300
+val_fraction = 0.2
+[train]
+steps = 4
+seq_len = 32
+global_batch_size = 2
+[schedule]
+warmup_steps = 1
+[checkpoint]
+interval = 2
+[eval]
+interval = 4
+"""
+WORDS = "the state forgets slowly while each key writes its value into memory".split()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text/ (20 documents), data/ (prepared), tiny.toml, and runs/tiny (trained)."""
+    place = tmp_path_factory.mktemp("commands")
+    (place / "text").mkdir()
+    rng = random.Random(0)
+    for i in range(20):
+        text = f"document {i}\n" + " ".join(rng.choices(WORDS, k=80))
+        (place / "text" / f"{i}.txt").write_text(text)
+    text, tokenizer, data = (str(place / name) for name in ("text", "tokenizer", "data"))
+    assert main(["tokenizer", "train", text, "--vocab-size", "300", "--out", tokenizer]) == 0
+    prepare = ["data", "prepare", text, "--tokenizer", tokenizer, "--out", data]
+    assert main([*prepare, "--val-fraction", "0.2"]) == 0
+    recipe = RECIPE.replace("DATA", data).replace("TEXT", text)
+    (place / "tiny.toml").write_text(recipe)
+    assert main(["train", str(place / "tiny.toml"), "--run", str(place / "runs" / "tiny")]) == 0
+    return place
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> str:
+    return str(place / "runs" / "tiny")
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(argv) == code
+    shown = capsys.readouterr()
+    return shown.out if code == 0 else shown.err
+
+
+def figures_of(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    return json.loads(output_of(capsys, *argv, "--json"))
+
+
+def test_train_writes_a_run(run: str) -> None:
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 4 and any("val_bpb" in line for line in lines)
+    samples = list((Path(run) / "samples").iterdir())
+    assert len(samples) == 1
+
+
+def test_train_refuses_a_folder_that_holds_a_run(
+    place: Path, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in Path(run).rglob("*")}
+    error = output_of(capsys, "train", str(place / "tiny.toml"), "--run", run, code=2)
+    assert f"gla resume {run}" in error and error.count("\n") == 1
+    assert {p: p.stat().st_mtime_ns for p in Path(run).rglob("*")} == before
+
+
+def test_overrides_change_the_recipe_and_the_last_one_wins(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    overrides = ["--train.steps=9", "--train.seed", "5", "--train.steps", "2"]
+    shown = output_of(capsys, "train", str(place / "tiny.toml"), "--run", run, *overrides)
+    assert "trained to step 2" in shown
+    config = (tmp_path / "run" / "config.toml").read_text()
+    assert "steps = 2\n" in config and "seed = 5\n" in config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--train.stepz", "5"], "steps"),
+        (["--steps", "5"], "train.steps"),
+        (["--train.steps", "many"], "train.steps: got 'many'"),
+        (["--device", "cuda:99"], "--device cpu"),
+        (["extra"], "extra argument 'extra'"),
+    ],
+)
+def test_wrong_arguments_of_train(
+    place: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    argv = ["train", str(place / "tiny.toml"), "--run", str(run), *arguments]
+    assert expected in output_of(capsys, *argv, code=2)
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("name", ["demo", "stdlib", "tinystories-15m", "fineweb-60m"])
+def test_the_dry_run_of_each_recipe(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    figures = figures_of(capsys, "train", name, "--dry-run", "--device", "cpu")
+    assert figures["parameters"] > 1e6 and figures["tokens_per_step"] > 0
+    assert figures["data"]["sources"]
+    text = output_of(capsys, "train", name, "--dry-run", "--device", "cpu")
+    assert f"{figures['parameters']:,}" in text and figures["data"]["sources"][0] in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_prints_the_same_figures_in_both_ways(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = figures_of(capsys, "eval", run)
+    assert {"loss", "ppl", "bpb", "tokens", "bytes"} <= set(figures)
+    assert figures["ppl"] == pytest.approx(torch.tensor(figures["loss"]).exp().item(), rel=1e-4)
+    text = output_of(capsys, "eval", run)
+    assert f"{figures['loss']:.4f}" in text and f"{figures['bytes']:,}" in text
+
+
+def test_eval_refuses_tokens_of_another_tokenizer(
+    place: Path, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, tokenizer, data = str(place / "text"), str(tmp_path / "tok"), str(tmp_path / "data")
+    output_of(capsys, "tokenizer", "train", text, "--vocab-size", "290", "--out", tokenizer)
+    output_of(capsys, "data", "prepare", text, "--tokenizer", tokenizer, "--out", data)
+    error = output_of(capsys, "eval", run, "--data", data, code=3)
+    assert "expected those of" in error and error.count("\n") == 1
+
+
+def test_resume_goes_on_and_keeps_an_override(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shown = output_of(capsys, "resume", str(copy), "--train.steps", "6")
+    assert "trained to step 6" in shown
+    assert "steps = 6\n" in (copy / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("command", ["resume", "eval", "generate"])
+def test_a_folder_without_a_run_is_a_config_or_data_error(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "none")]) in (2, 3, 4)
+    error = capsys.readouterr().err
+    assert str(tmp_path / "none") in error and error.count("\n") == 1
+
+
+def test_generate_repeats_with_a_seed_and_begins_with_the_prompt(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-new-tokens", "20", "--seed", "3", "--device", "cpu"]
+    first = output_of(capsys, "generate", run, "--prompt", "the state", *options)
+    assert first.startswith("the state") and len(first) > len("the state\n")
+    assert first == output_of(capsys, "generate", run, "--prompt", "the state", *options)
+    (tmp_path / "prompt.txt").write_text("the state")
+    from_file = output_of(
+        capsys, "generate", run, "--prompt-file", str(tmp_path / "prompt.txt"), *options
+    )
+    assert "the state" + from_file == first
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--top-k", "999"], "top_k"),
+        (["--max-new-tokens", "-1"], "max_new_tokens"),
+    ],
+)
+def test_generate_refuses_values_out_of_range(
+    run: str, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in output_of(capsys, "generate", run, *options, code=2)
+
+
+def test_generate_refuses_a_prompt_file_that_is_no_text(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x").write_bytes(b"ab\xff")
+    assert "offset 2" in output_of(
+        capsys, "generate", run, "--prompt-file", str(tmp_path / "x"), code=3
+    )
+
+
+def test_demo_from_text_to_table(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(recipes, "find", lambda name: place / "tiny.toml")
+    monkeypatch.chdir(tmp_path)
+    figures = figures_of(capsys, "demo", "--steps", "2")
+    assert list(figures["rows"]) == ["gated model", "unigram", "bigram", "xz -9e"]
+    assert len({row["bytes"] for row in figures["rows"].values()}) == 1
+    assert len({row["tokens"] for row in figures["rows"].values() if "tokens" in row}) == 1
+    assert figures["decode_state_bytes"] > 0
+    assert Path(figures["run"]) == Path("runs/demo") and Path(figures["tensorboard"]).is_dir()
+    assert Path(figures["sample"]).read_text().startswith("def ")
+
+    text = output_of(capsys, "demo", "--steps", "2")  # a second one takes the next name
+    assert f"{figures['rows']['xz -9e']['bpb']:.3f}" in text
+    assert f"{figures['rows']['bigram']['loss']:.3f}" in text
+    assert "gla generate runs/demo-2" in text
+    assert "holds a run" in output_of(capsys, "demo", "--run", "runs/demo", code=2)
+
+
+def test_next_run_passes_over_runs_only(tmp_path: Path) -> None:
+    (tmp_path / "demo" / "checkpoints").mkdir(parents=True)
+    assert next_run(tmp_path) == tmp_path / "demo"
+    for name in ("demo", "demo-2"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.toml").touch()
+    assert next_run(tmp_path) == tmp_path / "demo-3"
+
+
+def test_doctor_names_a_form_for_each_dtype_and_checks_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts = figures_of(capsys, "doctor")
+    assert facts["versions"]["torch"] == torch.__version__ and "cpu" in facts["devices"]
+    on_cpu = {(r["dtype"], r["tokens"]): r for r in facts["forms"] if r["device"] == "cpu"}
+    assert on_cpu["float32", "one token"]["form"] == "recurrent"
+    assert on_cpu["float32", "more tokens"]["form"] == "torch"
+    assert on_cpu["float32", "more tokens"]["error"] < 5e-6
+    assert on_cpu["bfloat16", "more tokens"]["error"] < 5e-3
+    text = output_of(capsys, "doctor")
+    assert 'what impl="auto" picks' in text and facts["versions"]["torch"] in text
