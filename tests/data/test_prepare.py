@@ -247,7 +247,7 @@ def start_slow(tmp_path: Path, tokenizer_dir: Path) -> subprocess.Popen[bytes]:
         [sys.executable, "-c", SLOW, tmp_path / "text", tokenizer_dir, tmp_path / "out", marker],
         env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
     )
-    for _ in range(400):
+    for _ in range(1200):
         if marker.exists():
             return process
         time.sleep(0.05)
