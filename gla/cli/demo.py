@@ -135,7 +135,9 @@ def programs_prefix() -> str:
     """Return what must stand before ``gla`` so that the reader's shell finds it: often nothing."""
     if shutil.which("gla"):
         return ""
-    return os.path.relpath(Path(sys.executable).parent) + os.sep
+    folder = Path(sys.executable).parent
+    here = Path.cwd()
+    return f"{folder.relative_to(here) if folder.is_relative_to(here) else folder}{os.sep}"
 
 
 def _note(text: str) -> None:
