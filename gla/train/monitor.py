@@ -1,0 +1,202 @@
+"""What a run tells: log.txt, metrics.jsonl, TensorBoard, and a progress bar or plain lines.
+
+Each step stands once in every one of them, however often a run was killed: on resume metrics.jsonl
+is cut to the checkpoint's step and TensorBoard is told to forget what came later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from gla import storage
+
+# Names in TensorBoard of what metrics.jsonl calls by short names.
+_TAGS = {
+    "loss": "train/loss",
+    "bpb": "train/bits_per_byte",
+    "lr": "train/lr",
+    "grad_norm": "train/gradient_norm",
+    "tokens_per_s": "speed/tokens_per_s",
+    "memory_gib": "speed/memory_gib",
+    "val_loss": "validation/loss",
+    "val_bpb": "validation/bits_per_byte",
+}
+
+
+class Monitor:
+    """Writes what is measured. Use as a context manager.
+
+    Args:
+        run: The run's folder.
+        start: The step that training starts after; anything recorded later is dropped.
+        steps: The last step.
+    """
+
+    def __init__(self, run: Path, start: int, steps: int) -> None:
+        self.run = run
+        self._log = open(run / "log.txt", "a", encoding="utf-8", buffering=1)
+        self._metrics_path = run / "metrics.jsonl"
+        cut_metrics(self._metrics_path, start)
+        self._metrics = open(self._metrics_path, "a", encoding="utf-8", buffering=1)
+        self._board: Any = None
+        self._board_works = True
+        self._on_board(lambda: self._open_board(start))
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=start)
+
+    def __enter__(self) -> Monitor:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        self._on_board(lambda: self._board.close())
+        self._metrics.close()
+        self._log.close()
+
+    def note(self, text: str) -> None:
+        """Write a line to the log and to the terminal."""
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        if self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False)
+        else:
+            say(text)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        self._bar.update(self._task, completed=step)
+
+    def record(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Write one line of metrics.jsonl, the scalars of TensorBoard and a line of the log.
+
+        A value that is not finite becomes null and is named under "nonfinite": the file stays JSON.
+        """
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        line: dict[str, Any] = {"step": step}
+        line |= {name: None if name in bad else value for name, value in metrics.items()}
+        if bad:
+            line["nonfinite"] = bad
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._on_board(lambda: self._add_scalars(step, metrics))
+        shown = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items())
+        if "loss" in metrics:
+            self._bar.update(self._task, description=f"loss {metrics['loss']:.3f}")
+        self.note(f"step {step}  {shown}")
+
+    def histograms(self, step: int, values: Mapping[str, Tensor]) -> None:
+        """Write one histogram of TensorBoard for each name."""
+        self._on_board(
+            lambda: [self._board.add_histogram(k, v.float(), step) for k, v in values.items()]
+        )
+
+    def sample(self, step: int, text: str) -> None:
+        """Write generated text to samples/ and TensorBoard."""
+        folder = self.run / "samples"
+        folder.mkdir(exist_ok=True)
+        storage.write_bytes_atomic(folder / f"step-{step:08d}.txt", text.encode())
+        self._on_board(lambda: self._board.add_text("sample", _verbatim(text), step))
+
+    def sync(self) -> None:
+        """Bring metrics.jsonl to the disk, before a checkpoint says that these steps are done."""
+        os.fsync(self._metrics.fileno())
+        self._on_board(lambda: self._board.flush())
+
+    def _open_board(self, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self.run / "tb"
+        purge = start + 1 if folder.exists() else None
+        self._board = SummaryWriter(str(folder), purge_step=purge)
+
+    def _add_scalars(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        for name, value in metrics.items():
+            if name in _TAGS:
+                self._board.add_scalar(_TAGS[name], value, step)
+
+    def _on_board(self, action: Callable[[], Any]) -> None:
+        """Do something with TensorBoard; when its disk fails, say so once and train on."""
+        if not self._board_works:
+            return
+        try:
+            action()
+        except OSError as reason:
+            self._board_works = False
+            self.note(f"{self.run / 'tb'}: got {reason}; training goes on without TensorBoard")
+
+
+def say(text: str) -> None:
+    """Print a line for the user; standard output is left to results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl after ``step``, and a last line that a kill cut."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    storage.write_bytes_atomic(path, b"".join(kept))
+
+
+def gate_decays(model: nn.Module, tokens: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
+    """Run a batch and return a sample of each layer's decay, exp(log_decay), by layer name.
+
+    A decay of 1 keeps the memory, 0 forgets it. Layers without a gate are left out.
+
+    Args:
+        model: In eval mode, without gradients.
+        tokens: int64 [1, T].
+        cu_seqlens: int [N+1].
+    """
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "last_log_decay")}
+    for layer in layers.values():
+        layer.record = True  # type: ignore[assignment]
+    try:
+        model(tokens, cu_seqlens=cu_seqlens, need_state=False)
+        samples = {name: layer.last_log_decay for name, layer in layers.items()}
+        return {
+            f"decay/{name}": torch.exp(sample.float().flatten())  # type: ignore[union-attr]
+            for name, sample in samples.items()
+            if sample is not None
+        }
+    finally:
+        for layer in layers.values():
+            layer.record, layer.last_log_decay = False, None  # type: ignore[assignment]
+
+
+def _short(name: str, value: float | int) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if name == "tokens_per_s":
+        return f"{value:,.0f}"
+    return f"{value:.2e}" if name == "lr" else f"{value:.4f}"
+
+
+def _verbatim(text: str) -> str:
+    """Markdown of text as it is: TensorBoard renders text as Markdown."""
+    return "\n".join("    " + line for line in text.splitlines())

@@ -1,0 +1,99 @@
+"""What a recipe would do, without doing it: sizes, memory and data sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla import state as states
+from gla.models.language_model import LanguageModel
+from gla.train.config import RunConfig
+from gla.train.device import autocast, resolve_device, resolve_precision
+from gla.train.inputs import is_prepared, tokenizer_of, with_vocab_size
+
+# Gradients and AdamW's two moments stand beside the weights, all in fp32.
+_COPIES = 4
+_PROBE_TOKENS = 256
+
+
+def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
+    """Say what training would take. Nothing is written, downloaded or trained.
+
+    Returns:
+        ``parameters``, ``tokens_per_step``, ``tokens`` (of the whole run), ``precision``,
+        ``weights_bytes`` (with gradients and moments), ``activation_bytes`` (what a micro-batch
+        keeps for its backward pass, measured on a short row and scaled),
+        ``checkpoint_bytes``, ``decode_state_bytes`` (of one sequence), ``data`` (path, whether it
+        is prepared, sources) and ``layers``.
+    """
+    place = resolve_device(device)
+    precision = resolve_precision(config.train.precision, place)
+    prepared = is_prepared(config.data)
+    size = tokenizer_of(config.data).vocab_size if prepared else config.data.vocab_size
+    config = with_vocab_size(config, size)
+    model, train = LanguageModel(config.model), config.train
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    per_token = _saved_bytes_per_token(model, min(train.seq_len, _PROBE_TOKENS), precision)
+    return {
+        "parameters": model.num_parameters(),
+        "layers": list(config.model.layers),
+        "device": str(place),
+        "precision": precision,
+        "tokens_per_step": train.global_batch_size * train.seq_len,
+        "tokens": train.steps * train.global_batch_size * train.seq_len,
+        "weights_bytes": _COPIES * weights,
+        "activation_bytes": round(per_token * train.rows * train.seq_len),
+        "checkpoint_bytes": (_COPIES - 1) * weights,
+        "decode_state_bytes": states.nbytes(model.init_state(1)),
+        "data": {
+            "path": config.data.path,
+            "prepared": prepared,
+            "sources": list(config.data.sources),
+            "vocab_size": size,
+        },
+    }
+
+
+def describe(figures: Mapping[str, Any]) -> list[str]:
+    """Return the figures of ``plan`` as lines for a reader."""
+    data = figures["data"]
+    state = "prepared" if data["prepared"] else "not prepared yet"
+    gib = {k: f"{figures[k] / 2**30:.2f} GiB" for k in ("weights_bytes", "activation_bytes")}
+    return [
+        f"parameters        {figures['parameters']:,}",
+        f"layers            {', '.join(figures['layers'])}",
+        f"device            {figures['device']}, {figures['precision']}",
+        f"tokens per step   {figures['tokens_per_step']:,}",
+        f"tokens in all     {figures['tokens']:,}",
+        f"memory            {gib['weights_bytes']} for weights, gradients and moments, "
+        f"about {gib['activation_bytes']} for a micro-batch",
+        f"checkpoint        {figures['checkpoint_bytes'] / 2**20:.1f} MiB",
+        f"decode state      {figures['decode_state_bytes']:,} bytes",
+        f"data              {data['path']} ({state}), vocabulary {data['vocab_size']:,}",
+        f"data sources      {', '.join(data['sources']) or 'none named'}",
+    ]
+
+
+def _saved_bytes_per_token(model: LanguageModel, length: int, precision: str) -> float:
+    """Measure what a forward pass keeps for the backward pass, per token, weights left out."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+    kept = []  # storages must live until all are counted, or an address could come twice
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+        autocast(torch.device("cpu"), precision),
+    ):
+        model.loss(tokens, tokens, reduction="sum")
+    return sum(saved.values()) / length

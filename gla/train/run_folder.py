@@ -1,0 +1,123 @@
+"""The folder of a run: created once, held by one process at a time, left as it was on a refusal.
+
+    runs/NAME/config.toml  env.json  log.txt  metrics.jsonl  tb/  samples/  tokenizer/  checkpoints/
+
+``config.toml`` is written last: a folder holds a run if, and only if, it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gla import storage
+from gla.errors import CheckpointError, ConfigError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock there
+    fcntl = None
+
+CONFIG = "config.toml"
+_PACKAGES = ("gla", "torch", "triton", "numpy", "safetensors", "sentencepiece", "pydantic")
+
+
+def create(run: Path, config_toml: str, tokenizer: Path, facts: Mapping[str, Any]) -> None:
+    """Make the folder of a new run.
+
+    Args:
+        run: May exist, but hold no run.
+        config_toml: The merged recipe.
+        tokenizer: The tokenizer's folder, copied into the run.
+        facts: What ``env.json`` says beside the versions.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    try:
+        shutil.copytree(tokenizer, run / "tokenizer", dirs_exist_ok=True)
+        text = json.dumps({**environment(), **facts}, indent=1)
+        storage.write_bytes_atomic(run / "env.json", text.encode())
+        storage.write_bytes_atomic(run / CONFIG, config_toml.encode())
+    except OSError as reason:
+        raise _unwritable(run, reason) from reason
+
+
+def refuse_existing(run: Path) -> None:
+    """Raise a ConfigError if the folder holds a run."""
+    if (run / CONFIG).exists():
+        raise ConfigError(
+            f"{run}: got a folder that holds a run, expected a new one; "
+            f"fix with 'gla resume {run}' or another --run"
+        )
+
+
+def require_existing(run: Path) -> None:
+    """Raise a ConfigError if the folder does not hold a run."""
+    if not (run / CONFIG).is_file():
+        raise ConfigError(
+            f"{run}: got no {CONFIG} there, expected the folder of a run; "
+            "fix the path, or start one with 'gla train RECIPE --run …'"
+        )
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold a run against a second writer. The lock ends with the process, however it ends.
+
+    Raises:
+        CheckpointError: Another process (named by its id) trains in this folder.
+        ConfigError: The folder cannot be written.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        file = open(run / ".lock", "a+", encoding="utf-8")
+    except OSError as reason:
+        raise _unwritable(run, reason) from reason
+    with file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as reason:
+                file.seek(0)
+                raise CheckpointError(
+                    f"{run}: got a run that process {file.read().strip() or '?'} is training, "
+                    "expected no other writer; fix by waiting for it or ending it"
+                ) from reason
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def environment() -> dict[str, Any]:
+    """Return the versions and the machine that results depend on."""
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "versions": versions,
+    }
+
+
+def _unwritable(run: Path, reason: OSError) -> ConfigError:
+    return ConfigError(
+        f"{run}: got {reason.strerror or reason}, expected a folder that can be written; "
+        "fix its permissions or choose another --run"
+    )
