@@ -1,0 +1,140 @@
+"""Every gate value from 0 to -inf, as values and as every gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import gla
+from gla.testing import GATE_LEVELS, GATE_PATTERNS, Inputs, error, limit, make_inputs
+from tests.ops.agreement import IMPLS, check, evaluate, expect
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("pattern", GATE_PATTERNS)
+@pytest.mark.parametrize("level", GATE_LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_every_level_per_channel(impl: str, pattern: str, level: float, dtype: torch.dtype) -> None:
+    check(make_inputs(level=level, pattern=pattern, dtype=dtype, tokens=70, heads=2), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("level", GATE_LEVELS)
+@pytest.mark.parametrize("gate", ["fixed", "head"])
+def test_every_level_per_head(impl: str, level: float, gate: str) -> None:
+    pattern = "constant" if gate == "fixed" else "half"
+    for dtype in (torch.float64, torch.float32):
+        inputs = make_inputs(gate=gate, level=level, pattern=pattern, dtype=dtype, tokens=37)
+        check(inputs, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("level", [-1e-4, -6.0, -20.0, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gate_dtype", [None, torch.float32], ids=str)
+def test_half_precision(
+    impl: str, level: float, dtype: torch.dtype, gate_dtype: torch.dtype | None
+) -> None:
+    inputs = make_inputs(level=level, pattern="half", dtype=dtype, gate_dtype=gate_dtype, tokens=70)
+    check(inputs, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ordinary_gates(impl: str, gate: str, dtype: torch.dtype) -> None:
+    check(make_inputs(gate=gate, dtype=dtype, tokens=150), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("heavy", [1.0, 4.0])
+def test_gates_at_all_levels_at_once(impl: str, dtype: torch.dtype, heavy: float) -> None:
+    """Each entry at a level of its own, or spread over all magnitudes: exp(N(0, heavy))."""
+    draws = torch.Generator().manual_seed(3)
+    inputs = make_inputs(tokens=131, heads=2, dtype=dtype)
+    assert inputs.log_decay is not None
+    shape = inputs.log_decay.shape
+    choice = torch.randint(len(GATE_LEVELS), shape, generator=draws)
+    levels = torch.tensor(GATE_LEVELS, dtype=dtype)[choice]
+    check(inputs._replace(log_decay=levels), impl)
+    spread = -(torch.randn(shape, generator=draws, dtype=torch.float64) * heavy).exp().to(dtype)
+    check(inputs._replace(log_decay=spread), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_channels_of_very_different_strength(impl: str) -> None:
+    """Some channels never forget, others at once: no common offset fits a tile."""
+    for dtype in (torch.float64, torch.float32):
+        inputs = make_inputs(tokens=131, heads=2, dtype=dtype)
+        assert inputs.log_decay is not None
+        gates = inputs.log_decay.clone()
+        for channel, level in enumerate(GATE_LEVELS):
+            gates[..., channel] = level
+        check(inputs._replace(log_decay=gates), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("gate", ["fixed", "head", "channel"])
+def test_zero_gate_equals_no_gate(impl: str, gate: str) -> None:
+    for dtype in (torch.float64, torch.float32):
+        gated = make_inputs(gate=gate, level=0.0, dtype=dtype, tokens=100)
+        plain = gated._replace(log_decay=None)
+        got, want = evaluate(gated, impl), evaluate(plain, impl)
+        for name, x in want.values.items():
+            assert error(got.values[name], x) <= limit(dtype)
+        for name, x in want.gradients.items():
+            assert error(got.gradients[name], x) <= limit(dtype, gradient=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("at", [1, 15, 16, 40, 64, 69])
+def test_reset_forgets_everything_before(impl: str, at: int) -> None:
+    """After -inf at t, the rest is what a run of the rest alone gives, whatever came before."""
+    inputs = make_inputs(tokens=70, heads=2)
+    assert inputs.log_decay is not None
+    inputs.v[:, :at] = 1e30
+    gates = inputs.log_decay.clone()
+    gates[:, at] = -math.inf
+    out = gla.gated_linear_attention(
+        inputs.q, inputs.k, inputs.v, gates, initial_state=inputs.initial_state, impl=impl
+    )
+    alone = gla.gated_linear_attention(
+        inputs.q[:, at:], inputs.k[:, at:], inputs.v[:, at:], gates[:, at:], impl=impl
+    )
+    assert error(out.o[:, at:], alone.o) <= limit(torch.float32)
+    assert error(out.final_state.S, alone.final_state.S) <= limit(torch.float32)
+
+
+def _strong_channel(dtype: torch.dtype, huge: float, tokens: int) -> Inputs:
+    inputs = make_inputs(1, tokens, 1, 8, 8, dtype=dtype, state=False)
+    assert inputs.log_decay is not None
+    inputs.log_decay[..., 2] = -10.0
+    inputs.k[:, 0] = 0
+    inputs.k[:, 0, :, 2] = 1  # the first token writes into the strongly gated channel only
+    inputs.v[:, 0] = huge
+    return inputs
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [16, 17, 80])
+def test_a_strong_gate_hides_a_huge_value(impl: str, dtype: torch.dtype, tokens: int) -> None:
+    """One channel at -10, a huge v[0]: exp(-150) is left of it at t = 15, so o[15] is unaffected.
+
+    Each position is held to the tolerance by itself: over the whole output, o[0] would hide all.
+    """
+    inputs = _strong_channel(dtype, 1e30, tokens)
+    got, want = evaluate(inputs, impl, loss="o"), expect(inputs, loss="o")
+    for t in range(tokens):
+        assert error(got.values["o"][:, t], want.values["o"][:, t]) <= limit(dtype), t
+        for name in ("q", "k", "v"):
+            distance = error(got.gradients[name][:, t], want.gradients[name][:, t])
+            assert distance <= limit(dtype, gradient=True), (name, t)
+    quiet = _strong_channel(dtype, 0.0, tokens)
+    without = evaluate(quiet, impl, loss="o")
+    assert error(got.values["o"][:, 15], without.values["o"][:, 15]) <= limit(dtype)
