@@ -76,34 +76,53 @@ class _Scan(NamedTuple):
     updates: Tensor
 
 
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the matrix products of inputs of this dtype read and write.
+
+    bf16 where the device multiplies it natively (their sums are fp32 inside a product); states,
+    factors and gate gradients stay fp32. fp16 is computed in fp32: its range is too small for them.
+    """
+    if dtype != torch.bfloat16:
+        return wide_dtype(dtype)
+    native = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+    return torch.bfloat16 if native else torch.float32
+
+
 def _load(layout: Layout, s: Segment, inputs: tuple[Tensor, ...], work: Buffers) -> _Tiles:
     """Read q, k, v and, if there is one, the gate [B, T, G, 1 or K]."""
-    M = s.count * s.rows * layout.H
-    q, k, v, *gates = (
-        layout.load(x, s, work(name, M, layout.C, x.shape[-1]))
-        for name, x in zip("qkvg", inputs, strict=False)
-    )
+    M, C = s.count * s.rows * layout.H, layout.C
+    q, k, v, *gates = inputs
+    v = layout.load(v, s, work("v", M, C, v.shape[-1], dtype=work.product))
     if not gates:
+        q, k = (
+            layout.load(x, s, work(name, M, C, x.shape[-1], dtype=work.product))
+            for name, x in (("q", q), ("k", k))
+        )
         return _Tiles(q, k, v, None, None)
-    f = factors(gates[0].clamp_min_(floor_of(work.dtype)), work)
+    q, k, g = (
+        layout.load(x, s, work(name, M, C, x.shape[-1]))
+        for name, x in (("q", q), ("k", k), ("g", gates[0]))
+    )
+    f = factors(g.clamp_min_(floor_of(work.dtype)), work)
     levels = None
     if f.strong is not None and f.tree is not None:
         levels = Levels(q.index_select(0, f.strong), k.index_select(0, f.strong), f.tree)
-    return _Tiles(q.mul_(f.to_q), k.mul_(f.to_k), v, f, levels)
+    q, k = q.mul_(f.to_q), k.mul_(f.to_k)
+    return _Tiles(work.narrow("q~", q), work.narrow("k~", k), v, f, levels)
 
 
 def _scores(tiles: _Tiles, work: Buffers) -> Tensor:
     M, C, _ = tiles.q.shape
-    P = torch.bmm(tiles.q, tiles.k.transpose(1, 2), out=work("P", M, C, C)).tril_()
+    P = torch.bmm(tiles.q, tiles.k.transpose(1, 2), out=work("P", M, C, C, dtype=work.product)).tril_()
     if tiles.levels is not None and tiles.f is not None and tiles.f.strong is not None:
-        P.index_copy_(0, tiles.f.strong, tiles.levels.scores())
+        P.index_copy_(0, tiles.f.strong, tiles.levels.scores().to(P.dtype))
     return P
 
 
 def _product(work: Buffers, name: str, a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
     """factor * (a^T b) [M, K, V] from a [M, C, K], b [M, C, V], factor [M, K or 1, 1]."""
-    W = work(name, a.shape[0], a.shape[2], b.shape[2])
-    torch.bmm(a.transpose(1, 2), b, out=W)
+    W = work(name, a.shape[0], a.shape[2], b.shape[2], dtype=work.product)
+    W = work.widen(name + "_wide", torch.bmm(a.transpose(1, 2), b, out=W))
     return W if factor is None else W.mul_(factor)
 
 
@@ -149,9 +168,11 @@ def _read_state(states: Tensor | None, rows: slice, out: Tensor) -> None:
 
 
 def _scaled(work: Buffers, name: str, states: Tensor, factor: Tensor | None) -> Tensor:
-    """[count, rows * H, K, V] times factor [M, D, 1] per key channel -> [M, K, V]."""
+    """[count, rows * H, K, V] times factor [M, D, 1] per key channel -> [M, K, V] for a product."""
     flat = states.flatten(0, 1)
-    return flat if factor is None else torch.mul(flat, factor, out=work(name, *flat.shape))
+    if factor is None:
+        return work.narrow(name, flat)
+    return torch.mul(flat, factor, out=work(name, *flat.shape, dtype=work.product))
 
 
 @torch.library.custom_op("gla::chunked", mutates_args=())
@@ -174,7 +195,7 @@ def _forward(
     saved = q.new_zeros(layout.boundaries, B, H, K, V, dtype=wide)
     o = empty((B, T, H, V), v.dtype, v.device)
     inputs = (q, k, v) if log_decay is None else (q, k, v, gate_as_4d(log_decay, B, T))
-    work = Buffers(wide, q.device)
+    work = Buffers(wide, product_dtype(v.dtype, q.device), q.device)
     with torch.autocast(q.device.type, enabled=False):
         S = q.new_empty(0, dtype=wide)
         for s in layout.segments:
@@ -183,7 +204,7 @@ def _forward(
             saved[s.index, s.row : s.row + s.rows] = S.view(s.rows, H, K, V)
             tiles = _load(layout, s, inputs, work)
             scan, S = _scan(layout, s, tiles, S, state, final, work)
-            out = torch.bmm(_scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape))
+            out = torch.bmm(_scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape, dtype=work.product))
             out.baddbmm_(tiles.q, _scaled(work, "S", scan.states, tiles.f and tiles.f.before))
             layout.store(out, s, o, scale)
     return o, final, saved
@@ -212,30 +233,34 @@ def _backward(
     saved: Tensor,
     grad_o: Tensor,
     grad_final: Tensor,
+    need_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv, d log_decay (empty without a gate) and the gradient of the initial state."""
+    """Returns dq, dk, dv, d log_decay (empty unless needed) and the gradient of the initial state."""
     B, T, H, K = q.shape
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     layout = Layout(q, V, cu_seqlens, chunk_size)
     grad_initial = grad_final.clone()
     inputs = (q, k, v) if log_decay is None else (q, k, v, gate_as_4d(log_decay, B, T))
     grads = [empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
-    if log_decay is not None:
+    product = product_dtype(v.dtype, q.device)
+    if log_decay is not None and need_gate:
         grads.append(empty(tuple(inputs[3].shape), wide, q.device))
-    work = Buffers(wide, q.device)
+        # One gradient summed over all tokens: the rounding of bf16 products would show in it.
+        product = wide if log_decay.dim() == 1 else product
+    work = Buffers(wide, product, q.device)
     with torch.autocast(q.device.type, enabled=False):
         dS = q.new_empty(0, dtype=wide)
         for s in reversed(layout.segments):
             if s.first + s.count == layout.chunks:
                 dS = q.new_zeros(s.rows * H, K, V, dtype=wide)
             tiles = _load(layout, s, inputs, work)
-            do = layout.load(grad_o, s, work("do", *tiles.v.shape)).mul_(scale)
+            do = layout.load(grad_o, s, work("do", *tiles.v.shape, dtype=work.product)).mul_(scale)
             S = saved[s.index, s.row : s.row + s.rows].flatten(0, 1)
             scan, _ = _scan(layout, s, tiles, S, state, None, work)
             back, dS = _reverse_scan(layout, s, tiles, do, dS, grad_final, grad_initial, work)
-            for tile, out in zip(_gradients(tiles, do, scan, back, work), grads, strict=True):
+            for tile, out in zip(_gradients(tiles, do, scan, back, work, need_gate), grads, strict=True):
                 layout.store(tile, s, out)
-    dg = q.new_empty(0) if log_decay is None else gate_grad(grads[3], log_decay)
+    dg = gate_grad(grads[3], log_decay) if log_decay is not None and need_gate else q.new_empty(0)
     return grads[0], grads[1], grads[2], dg, grad_initial
 
 
@@ -275,43 +300,64 @@ def _reverse_scan(
     return _Scan(slots[1:], R), slots[0]
 
 
-def _gradients(tiles: _Tiles, do: Tensor, scan: _Scan, back: _Scan, work: Buffers) -> list[Tensor]:
-    """dq, dk, dv and, with a gate, dg of one segment's tiles; see the module's docstring."""
+def _gradients(
+    tiles: _Tiles, do: Tensor, scan: _Scan, back: _Scan, work: Buffers, need_gate: bool
+) -> list[Tensor]:
+    """dq, dk, dv and, where needed, dg of one segment's tiles; see the module's docstring."""
     q, k, v, f, levels = tiles
     S = _scaled(work, "S", scan.states, f and f.before)
     dS = _scaled(work, "dS_in", back.states, f and f.after)
     P = _scores(tiles, work)
-    dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape)).baddbmm_(k, dS)
+    dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape, dtype=work.product)).baddbmm_(k, dS)
     dP = torch.bmm(do, v.transpose(1, 2), out=P).tril_()
-    dq = torch.bmm(do, S.transpose(1, 2), out=work("dq", *q.shape))
-    dk = torch.bmm(v, dS.transpose(1, 2), out=work("dk", *k.shape))
+    dq = torch.bmm(do, S.transpose(1, 2), out=work("dq", *q.shape, dtype=work.product))
+    dk = torch.bmm(v, dS.transpose(1, 2), out=work("dk", *k.shape, dtype=work.product))
     if f is None:
         return [dq.baddbmm_(dP, k), dk.baddbmm_(dP.transpose(1, 2), q), dv]
     D = f.total.shape[-2]
     d_total = shared((scan.states * back.states).flatten(0, 1).sum(-1) * f.total.squeeze(-1), D)
     exact, strong = None, f.strong
     if levels is not None and strong is not None:
-        d_prefix, d_suffix = (shared(x[strong] * dx[strong], D) for x, dx in ((q, dq), (k, dk)))
-        exact = levels.gradients(dP[strong], d_prefix, d_suffix, d_total[strong])
+        picked = (x[strong].to(work.dtype) for x in (q, dq, k, dk, dP))
+        exact = _exact_gradients(levels, *picked, d_total[strong])
         dP.index_fill_(0, strong, 0.0)
-    dq.baddbmm_(dP, k)
-    dk.baddbmm_(dP.transpose(1, 2), q)
-    through = shared(q.mul_(dq).sub_(k.mul_(dk)), D)  # q~, k~ are not read again
+    # A token's own score has no decay in it: its part of q~ dq~ and k~ dk~ is the same, and larger
+    # than the rest. It is added after the gate's gradient is taken, which would have to cancel it.
+    own = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1).to(work.dtype, copy=True)
+    dP.tril_(-1)
+    dq = work.widen("dq_wide", dq.baddbmm_(dP, k))
+    dk = work.widen("dk_wide", dk.baddbmm_(dP.transpose(1, 2), q))
+    q, k = work.widen("q", q), work.widen("k", k)
+    through = torch.mul(q, dq, out=work("through", *q.shape)).sub_(k * dk)
+    dq.addcmul_(own, k)
+    dk.addcmul_(own, q)
     d_before = shared((scan.states * back.updates).flatten(0, 1).sum(-1), D)
     d_after = shared((scan.updates * back.states).flatten(0, 1).sum(-1), D)
-    dg = mild_gate_grad(through, d_before, d_after, d_total)
+    dg = mild_gate_grad(shared(through, D), d_before, d_after, d_total)
     dq.mul_(f.to_q)
     dk.mul_(f.to_k)
     if exact is not None and strong is not None:
         dq.index_add_(0, strong, exact[0])
         dk.index_add_(0, strong, exact[1])
         dg.index_copy_(0, strong, exact[2])
-    return [dq, dk, dv, dg]
+    return [dq, dk, dv, dg] if need_gate else [dq, dk, dv]
+
+
+def _exact_gradients(
+    levels: Levels, q: Tensor, dq: Tensor, k: Tensor, dk: Tensor, dP: Tensor, d_total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk through the scores of the strong tiles, and their whole dg.
+
+    dq, dk [M, C, K] are what the states bring to q~, k~, the tiles' q and k times their factors.
+    """
+    D = d_total.shape[-1]
+    return levels.gradients(dP, shared(q * dq, D), shared(k * dk, D), d_total)
 
 
 @_backward.register_fake
-def _(q, k, v, log_decay, state, cu_seqlens, scale, chunk_size, saved, grad_o, grad_final):
-    dg = q.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape)
+def _(q, k, v, log_decay, state, cu_seqlens, scale, chunk_size, saved, grad_o, grad_final, need_gate):
+    shaped = log_decay is not None and need_gate
+    dg = log_decay.new_empty(log_decay.shape) if shaped else q.new_empty(0)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, dg, grad_final.new_empty(grad_final.shape)
 
@@ -324,12 +370,11 @@ def _save(ctx, inputs, output):
 
 def _autograd(ctx, grad_o, grad_final, _):
     *tensors, saved = ctx.saved_tensors
+    need_gate, need_state = ctx.needs_input_grad[3:5]
     dq, dk, dv, dg, dS = torch.ops.gla.chunked_backward(
-        *tensors, ctx.scale, ctx.chunk_size, saved, grad_o, grad_final
+        *tensors, ctx.scale, ctx.chunk_size, saved, grad_o, grad_final, need_gate
     )
-    log_decay, state = tensors[3], tensors[4]
-    gates = None if log_decay is None else dg
-    return dq, dk, dv, gates, None if state is None else dS, None, None, None
+    return dq, dk, dv, dg if need_gate else None, dS if need_state else None, None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_save)

@@ -41,10 +41,14 @@ class Buffers:
     """Scratch tensors by name, kept while their shape stays the same.
 
     Segments of a call reuse the same memory, so it stays in cache; nothing is shared between calls.
+
+    Args:
+        dtype: of states, factors and sums: fp32 or fp64.
+        product: of what matrix products read and write: the same, or bf16.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, dtype: torch.dtype, product: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.product, self.device = dtype, product, device
         self._tensors: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -54,3 +58,13 @@ class Buffers:
             x = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
             self._tensors[name] = x
         return x
+
+    def narrow(self, name: str, x: Tensor) -> Tensor:
+        """x as operands of products are held: itself, or its copy in the buffer of this name."""
+        if x.dtype == self.product:
+            return x
+        return self(name, *x.shape, dtype=self.product).copy_(x)
+
+    def widen(self, name: str, x: Tensor) -> Tensor:
+        """x as states and sums are held: itself, or its copy in the buffer of this name."""
+        return x if x.dtype == self.dtype else self(name, *x.shape).copy_(x)

@@ -181,7 +181,8 @@ def _autograd(ctx, grad_o, grad_final):
     dq, dk, dv, dg, dS = torch.ops.gla.recurrent_backward(
         q, k, v, log_decay, state, cu_seqlens, ctx.scale, grad_o, grad_final
     )
-    return dq, dk, dv, None if log_decay is None else dg, None if state is None else dS, None, None
+    need_gate, need_state = ctx.needs_input_grad[3:5]
+    return dq, dk, dv, dg if need_gate else None, dS if need_state else None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_save)
