@@ -112,9 +112,11 @@ def test_an_existing_folder_is_kept_unless_replace(tmp_path: Path) -> None:
     storage.write_folder(tmp_path / "x", write_two)
     with pytest.raises(DataError, match=r"existing"):
         storage.write_folder(tmp_path / "x", write_two, error=DataError)
-    storage.write_folder(
-        tmp_path / "x", lambda f: (f / "new").write_text("n") and None, replace=True
-    )
+
+    def write_new(folder: Path) -> None:
+        (folder / "new").write_text("n")
+
+    storage.write_folder(tmp_path / "x", write_new, replace=True)
     assert set(storage.verify_folder(tmp_path / "x")) == {"new"}
     assert names(tmp_path) == ["x"]
 

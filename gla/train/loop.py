@@ -159,7 +159,7 @@ class Trainer:
         self.loader.require(config.train.global_batch_size)
         self.step = 0
         self.tokens = 0  # targets learned from so far
-        self.window = {"loss": 0.0, "tokens": 0, "bytes": 0, "seconds": 0.0}
+        self.window: dict[str, float] = {"loss": 0.0, "tokens": 0, "bytes": 0, "seconds": 0.0}
         self.validation: dict[str, float | int] = {}
         self.notes: list[str] = []  # said before the log is open
 

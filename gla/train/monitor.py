@@ -50,10 +50,10 @@ class Monitor:
         self._metrics_path = run / "metrics.jsonl"
         cut_metrics(self._metrics_path, start)
         self._metrics = open(self._metrics_path, "a", encoding="utf-8", buffering=1)
+        self._console = Console(stderr=True)
         self._board: Any = None
         self._board_works = True
         self._on_board(lambda: self._open_board(start))
-        self._console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

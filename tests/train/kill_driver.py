@@ -1,4 +1,4 @@
-"""Train, die, resume: run by test_resume.py in a process of its own, which forks before torch works.
+"""Train, die, resume: run by test_resume.py in a process of its own; forks before torch works.
 
 Usage: kill_driver.py RECIPE.toml FOLDER. Writes FOLDER/NAME (a run) for each scenario and prints
 one line of JSON, {NAME: [exit code or minus the signal of each process]}.
@@ -25,32 +25,28 @@ from gla.train.loop import resume, train
 
 # (where, the call in which the process dies): saves, logs, steps, prunes, evaluations.
 DEATHS = {
-    "after-model-file": ("gla.train.checkpoint.save_file", 4),
-    "before-manifest": ("gla.storage._manifest_bytes", 2),
-    "before-sync": ("gla.storage._sync_tree", 2),
-    "before-rename": ("gla.storage._move_into_place", 2),
-    "before-prune": ("gla.train.checkpoint.prune", 3),
-    "while-pruning": ("gla.train.checkpoint.shutil.rmtree", 1),
-    "in-a-step": ("gla.train.loop.count_targets", 11),
-    "between-update-and-log": ("gla.train.monitor.Monitor.record", 4),
-    "in-evaluation": ("gla.train.loop.evaluate", 2),
-    "before-the-first-checkpoint": ("gla.train.loop.count_targets", 2),
-    "in-creation": ("gla.train.run_folder.storage.write_bytes_atomic", 2),
+    "after-model-file": ("gla.train.checkpoint:save_file", 4),
+    "before-manifest": ("gla.storage:_manifest_bytes", 2),
+    "before-sync": ("gla.storage:_sync_tree", 2),
+    "before-rename": ("gla.storage:_move_into_place", 2),
+    "before-prune": ("gla.train.checkpoint:prune", 3),
+    "while-pruning": ("gla.train.checkpoint:shutil.rmtree", 1),
+    "in-a-step": ("gla.train.loop:count_targets", 11),
+    "between-update-and-log": ("gla.train.monitor:Monitor.record", 4),
+    "in-evaluation": ("gla.train.loop:evaluate", 2),
+    "before-the-first-checkpoint": ("gla.train.loop:count_targets", 2),
+    "in-creation": ("gla.train.run_folder:storage.write_bytes_atomic", 2),
 }
 
 
 def die_in_call(where: str, number: int, signals: tuple[int, ...] = (signal.SIGKILL,)) -> None:
     """Make the process send itself signals when a function is called for the n-th time."""
-    parts = where.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            owner: Any = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[cut:-1]:
-            owner = getattr(owner, name)
-        break
-    original = getattr(owner, parts[-1])
+    module, _, path = where.partition(":")
+    *parents, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, name)
     calls = iter(range(1, sys.maxsize))
 
     def wrapper(*arguments: Any, **options: Any) -> Any:
@@ -59,7 +55,7 @@ def die_in_call(where: str, number: int, signals: tuple[int, ...] = (signal.SIGK
                 os.kill(os.getpid(), one)
         return original(*arguments, **options)
 
-    setattr(owner, parts[-1], wrapper)
+    setattr(owner, name, wrapper)
 
 
 def in_child(action: Callable[[], object], kill_after: float | None = None) -> int:
@@ -102,7 +98,7 @@ def main(recipe: str, folder: Path) -> dict[str, list[int]]:
             in_child(lambda n=name, d=death: (die_in_call(*d), start(n))),
             in_child(lambda n=name, a=again: a(n)),
         ]
-    step = "gla.train.loop.count_targets"
+    step = "gla.train.loop:count_targets"
     for name, signals in {
         "sigint": (signal.SIGINT,),
         "sigterm": (signal.SIGTERM,),

@@ -59,7 +59,9 @@ def test_a_run_folder_holds_what_the_design_says(tmp_path: Path, recipe: Recipe)
         samples.append(tokenizer)
         return "a *sample*\n  of text"
 
-    result = gla.train(config, run=tmp_path / "run", device="cpu", sampler=sampler)
+    result = gla.train(  # pyright: ignore[reportCallIssue] - a package that is callable
+        config, run=tmp_path / "run", device="cpu", sampler=sampler
+    )
     run = result.run
     assert result.step == 6
     for name in ("config.toml", "env.json", "log.txt", "tokenizer/tokenizer.model"):

@@ -1,0 +1,99 @@
+"""What a run writes when values, disks and terminals misbehave."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gla
+from gla.models.language_model import LanguageModel
+from gla.train.monitor import Monitor, cut_metrics, gate_decays
+
+
+def test_a_value_that_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
+    with Monitor(tmp_path, 0, 5) as monitor:
+        monitor.record(1, {"loss": math.nan, "lr": 0.1, "grad_norm": math.inf})
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(name)
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line == {
+        "step": 1,
+        "loss": None,
+        "lr": 0.1,
+        "grad_norm": None,
+        "nonfinite": ["loss", "grad_norm"],
+    }
+
+
+def test_a_board_that_fails_is_said_once_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Monitor(tmp_path, 0, 5) as monitor:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monitor._board.add_scalar = full
+        for step in (1, 2, 3):
+            monitor.record(step, {"loss": 1.0})
+            monitor.histograms(step, {"x": torch.zeros(3)})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_board_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "tb").write_text("in the way")
+    with Monitor(tmp_path, 0, 5) as monitor:
+        monitor.record(1, {"loss": 1.0})
+    assert "training goes on without TensorBoard" in (tmp_path / "log.txt").read_text()
+
+
+def test_metrics_are_cut_to_a_step_and_cut_lines_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2, "val_loss": 1}\nnonsense\n{"step": 3}\n{"step": 2')
+    cut_metrics(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2, "val_loss": 1}\n'
+    cut_metrics(tmp_path / "absent", 2)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_elsewhere_than_on_a_terminal_lines_are_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Monitor(tmp_path, 0, 5) as monitor:
+        monitor.record(1, {"loss": 1.25, "lr": 1e-3, "tokens": 1000, "tokens_per_s": 1234.5})
+        monitor.advance(1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "step 1  loss 1.2500  lr 1.00e-03  tokens 1,000  tokens_per_s 1,234\n"
+
+
+def test_a_sample_is_kept_as_it_is(tmp_path: Path) -> None:
+    text = "# not a *heading*\n\tété  \n"
+    with Monitor(tmp_path, 0, 5) as monitor:
+        monitor.sample(7, text)
+    assert (tmp_path / "samples/step-00000007.txt").read_bytes() == text.encode()
+
+
+def test_decays_come_from_gated_layers_only_and_recording_ends() -> None:
+    mixers = {name: {"kind": "linear_attention", "gate": name} for name in ("none", "head")}
+    config = gla.ModelConfig(
+        d_model=32, vocab_size=16, layers=["none", "head", "gla", "window"], mixers=mixers
+    )
+    model = LanguageModel(config).eval()
+    tokens, ends = torch.arange(12)[None], torch.tensor([0, 5, 12])
+    with torch.no_grad():
+        decays = gate_decays(model, tokens, ends)
+    assert set(decays) == {"decay/blocks.1.mixer", "decay/blocks.2.mixer"}
+    for values in decays.values():
+        assert ((values > 0) & (values < 1)).all()
+    with torch.no_grad():
+        model(tokens)
+    assert all(getattr(m, "last_log_decay", None) is None for m in model.modules())

@@ -1,0 +1,72 @@
+"""Who is decayed, and how fast each group learns."""
+
+from __future__ import annotations
+
+import torch
+
+import gla
+from gla.models.language_model import LanguageModel
+from gla.train.config import GroupConfig, OptimConfig
+from gla.train.optim import build_optimizer, parameter_facts, set_lr, unmatched_groups
+
+
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    mixers = {"a": {"kind": "linear_attention", "conv_width": 4}, "h": {"kind": "linear_attention"}}
+    mixers["h"]["gate"] = "head"
+    config = gla.ModelConfig(
+        d_model=32, vocab_size=64, layers=["a", "h", "window"], mixers=mixers, tie_embeddings=False
+    )
+    return LanguageModel(config)
+
+
+def test_norms_biases_and_gates_are_not_decayed_and_all_else_is() -> None:
+    facts = parameter_facts(model(), OptimConfig(weight_decay=0.1))
+    spared = {name for name, (_, decay) in facts.items() if decay == 0}
+    for name in facts:
+        part = name.split(".")[-2]
+        special = "norm" in part or name.endswith("bias") or ".gate." in name
+        assert (name in spared) == special, name
+    assert {"blocks.0.mixer.gate.down.weight", "blocks.0.mixer.gate.up.weight"} <= spared
+    assert "blocks.1.mixer.gate.proj.weight" in spared
+    # The output gate is an ordinary projection of the layer, not a forget gate.
+    assert "blocks.0.mixer.gate_proj.weight" not in spared
+
+
+def test_every_parameter_is_in_one_group() -> None:
+    net = model()
+    optimizer = build_optimizer(net, OptimConfig())
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in net.parameters())
+
+
+def test_the_first_matching_group_decides() -> None:
+    config = OptimConfig(
+        lr=1e-2,
+        groups=[
+            GroupConfig(pattern="*.gate.*", lr_factor=0.5, weight_decay=0.01),
+            GroupConfig(pattern="blocks.0.*", lr_factor=0.0),
+        ],
+    )
+    net = model()
+    facts = parameter_facts(net, config)
+    assert facts["blocks.0.mixer.gate.up.weight"] == (0.5, 0.01)
+    assert facts["blocks.0.mixer.q_proj.weight"] == (0.0, 0.1)
+    assert facts["blocks.0.mixer_norm.weight"] == (0.0, 0.0)
+    assert facts["blocks.1.mixer.q_proj.weight"] == (1.0, 0.1)
+
+    optimizer = build_optimizer(net, config)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    net.loss(torch.arange(8)[None], torch.arange(8)[None]).backward()
+    set_lr(optimizer, 1e-2)
+    optimizer.step()
+    moved = {n: float((p.detach() - before[n]).abs().max()) for n, p in net.named_parameters()}
+    assert moved["blocks.0.mixer.q_proj.weight"] == 0
+    # AdamW's first step moves each weight by the learning rate (beside the small decay).
+    assert 0.004 < moved["blocks.0.mixer.gate.up.weight"] < 0.006
+    assert 0.009 < moved["blocks.1.mixer.q_proj.weight"] < 0.011
+
+
+def test_patterns_without_a_parameter_are_found() -> None:
+    groups = [GroupConfig(pattern="*.gate.*"), GroupConfig(pattern="*gaet*")]
+    assert unmatched_groups(model(), OptimConfig(groups=groups)) == ["*gaet*"]

@@ -1,0 +1,75 @@
+"""A dry run says what training would take, and takes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gla.models.language_model import LanguageModel
+from gla.train.config import RunConfig, load_recipe
+from gla.train.inputs import with_vocab_size
+from gla.train.plan import describe, plan
+
+Recipe = Callable[..., RunConfig]
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+def test_the_figures_are_those_of_the_model(recipe: Recipe) -> None:
+    config = recipe(train__global_batch_size=8, train__micro_batch_size=2, train__steps=10)
+    figures = plan(config, "cpu")
+    model = LanguageModel(with_vocab_size(config, 300).model)
+    assert figures["parameters"] == model.num_parameters()
+    assert figures["tokens_per_step"] == 8 * 64
+    assert figures["tokens"] == 10 * 8 * 64
+    assert figures["weights_bytes"] == 4 * 4 * model.num_parameters()
+    assert figures["data"]["prepared"]
+    json.dumps(figures, allow_nan=False)
+
+
+def test_the_activations_are_those_that_autograd_keeps(recipe: Recipe) -> None:
+    config = recipe(train__seq_len=128)
+    figures = plan(config, "cpu")
+    model = LanguageModel(with_vocab_size(config, 300).model)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    tokens = torch.arange(4 * 128).remainder(300).view(1, -1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model.loss(tokens, tokens, cu_seqlens=torch.arange(0, 513, 128))
+    size = sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in weights)
+    assert figures["activation_bytes"] == pytest.approx(size, rel=0.25)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_shipped_recipes_plan_without_their_data(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    figures = plan(load_recipe(path), "cpu")
+    assert figures["parameters"] > 1_000_000
+    assert not figures["data"]["prepared"]
+    assert figures["data"]["sources"]
+    text = "\n".join(describe(figures))
+    assert f"{figures['parameters']:,}" in text
+    assert figures["data"]["sources"][0] in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_is_close_to_what_a_checkpoint_takes(tmp_path: Path, recipe: Recipe) -> None:
+    from gla.train.loop import train
+
+    figures = plan(recipe(), "cpu")
+    train(recipe(), tmp_path / "run", device="cpu")
+    folder = tmp_path / "run/checkpoints/step-00000006"
+    size = sum(p.stat().st_size for p in folder.iterdir())
+    assert math.isclose(figures["checkpoint_bytes"], size, rel_tol=0.1)
