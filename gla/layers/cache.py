@@ -83,6 +83,14 @@ def place_tokens(start: Tensor, B: int, T: int, cu_seqlens: Tensor | None) -> Pl
     return Place(document.unsqueeze(0), position.unsqueeze(0), cu_seqlens.diff().long(), first)
 
 
+def start(k: Tensor, v: Tensor) -> SoftmaxState:
+    """Full cache after the first tokens, k, v [B, T, G, D]. Reads no value on the host."""
+    B, T = k.shape[:2]
+    k, v = (F.pad(x, (0, 0, 0, 0, 0, max(0, _SMALLEST - T))) for x in (k, v))
+    position = torch.full((B,), T, device=k.device)
+    return SoftmaxState(k, v, position, torch.full((B,), T))
+
+
 def append(state: SoftmaxState, k: Tensor, v: Tensor, place: Place) -> SoftmaxState:
     """Full cache with new tokens: k, v [B, T, G, D] go to the slots that ``place`` says.
 

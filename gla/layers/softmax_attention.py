@@ -22,7 +22,7 @@ from gla.layers.cache import SoftmaxState
 from gla.layers.linear import Linear
 from gla.layers.linear_attention import check_groups, head_dim
 from gla.layers.mixer import Mixer, MixerConfig
-from gla.layers.packing import group_documents
+from gla.layers.packing import batch_documents
 from gla.layers.rotary import rotate
 from gla.state import select
 
@@ -112,21 +112,35 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
             _check_dtype(state.k.dtype, k.dtype)
         place = cache.place_tokens(position, B, T, cu_seqlens)
         if self.config.rotary:
-            q, k = (rotate(u, place.position, self.config.rotary_base) for u in (q, k))
-        before, after = state, None
-        full = self.config.window is None
-        if need_state or (full and state is not None):
-            start = self.init_state(len(position), device=x.device, dtype=k.dtype)
-            extend = cache.append if full else cache.turn
-            after = extend(start if state is None else state, k, v, place)
+            q, k = rotate(q, k, place.position, self.config.rotary_base)
+        after = self._extend(state, k, v, place, cu_seqlens, need_state)
         # A full cache is read with the new tokens in it, a ring before they overwrite the old ones.
-        past = after if full and before is not None else before
+        past = state if state is None or self.config.window is not None else after
         if cu_seqlens is None:
             o = self._attend(q, k, v, past, position)
         else:
-            o = self._attend_packed(q, k, v, past, position, cu_seqlens)
+            o = self._attend_packed(q, k, v, past, position, cu_seqlens)  # pyright: ignore
         y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
         return y, after if need_state else None
+
+    def _extend(
+        self,
+        state: SoftmaxState | None,
+        k: Tensor,
+        v: Tensor,
+        place: cache.Place,
+        cu_seqlens: Tensor | None,
+        need_state: bool,
+    ) -> SoftmaxState | None:
+        """The state with the new tokens, where it is asked for or read."""
+        full = self.config.window is None
+        if not need_state and (state is None or not full):
+            return None
+        if full and state is None and cu_seqlens is None:
+            return cache.start(k, v)
+        if state is None:
+            state = self.init_state(len(place.length), device=k.device, dtype=k.dtype)
+        return (cache.append if full else cache.turn)(state, k, v, place)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, past: SoftmaxState | None, position: Tensor
@@ -140,6 +154,7 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         used = int(past.filled.max())
         return attend_to_cache(q, past.k[:, :used], past.v[:, :used], position)
 
+    @torch.compiler.disable  # lengths of documents decide the shapes
     def _attend_packed(
         self,
         q: Tensor,
@@ -150,14 +165,13 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         cu_seqlens: Tensor,
     ) -> Tensor:
         """Documents of a packed row, as rows of a few batches: [1, T, ...] -> [1, T, H, K]."""
-        outputs, tokens = [q[0, :0]], [cu_seqlens.new_zeros(0, dtype=torch.int64)]
-        for group in group_documents(cu_seqlens):
-            q_n, k_n, v_n = (x[0, group.tokens] for x in (q, k, v))
-            before = None if past is None else select(past, group.documents)
-            o = self._attend(q_n, k_n, v_n, before, position[group.documents])
-            outputs.append(o[group.real])
-            tokens.append(group.tokens[group.real])
-        return torch.cat(outputs)[torch.cat(tokens).argsort()].unsqueeze(0)
+        batches = batch_documents(cu_seqlens)
+        outputs = []
+        rows = zip(*(batches.split(x[0]) for x in (q, k, v)), batches.documents, strict=True)
+        for q_n, k_n, v_n, documents in rows:
+            before = None if past is None else select(past, documents)
+            outputs.append(self._attend(q_n, k_n, v_n, before, position[documents]))
+        return batches.join(outputs).unsqueeze(0) if outputs else q
 
 
 def _check_dtype(cached: torch.dtype, new: torch.dtype) -> None:

@@ -133,18 +133,21 @@ class LanguageModel(nn.Module):
 
         Raises:
             CheckpointError: none verifies, or it belongs to another model.
-            ConfigError: the run's config.toml is missing or not valid.
+            ConfigError: config.toml of the checkpoint or the run is missing or not valid.
         """
-        run, checkpoint = _find_checkpoint(Path(path))
+        checkpoint = _find_checkpoint(Path(path))
+        recipe = checkpoint / "config.toml"
+        if not recipe.exists():
+            recipe = checkpoint.parent.parent / "config.toml"
         with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
-            model = cls(ModelConfig.from_toml(run / "config.toml"))
+            model = cls(ModelConfig.from_toml(recipe))
         file = checkpoint / "model.safetensors"
         try:
             model.load_state_dict(load_file(file))
         except (OSError, SafetensorError, RuntimeError) as reason:
             what = " ".join(str(reason).split())
             raise CheckpointError(
-                f"{file}: got {what}, expected the weights of {run / 'config.toml'}; "
+                f"{file}: got {what}, expected the weights of {recipe}; "
                 "fix by loading the run that wrote them"
             ) from reason
         return model.to(device).eval()
@@ -346,11 +349,11 @@ def _offsets(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0), (1, 0))
 
 
-def _find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """Return the run folder and the checkpoint to load."""
+def _find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a run folder, or a checkpoint folder, stands for."""
     if (path / storage.MANIFEST).exists():
         storage.verify_folder(path)
-        return path.parent.parent, path
+        return path
     checkpoint, skipped = storage.newest_verified(path / "checkpoints")
     for reason in skipped:
         logger.warning("skipped a checkpoint: %s", reason)
@@ -359,4 +362,4 @@ def _find_checkpoint(path: Path) -> tuple[Path, Path]:
             f"{path}: got no checkpoint that verifies, expected one in {path / 'checkpoints'}; "
             "fix by training, or by naming a run folder"
         )
-    return path, checkpoint
+    return checkpoint

@@ -13,7 +13,7 @@ from gla.layers.feed_forward import SwiGLU
 from gla.layers.gates import FixedGate
 from gla.layers.linear import Linear, WideLinear
 from gla.layers.norms import RMSNorm
-from gla.layers.packing import document_of_token, group_documents
+from gla.layers.packing import batch_documents, document_of_token
 from gla.layers.rotary import rotate
 from gla.layers.short_convolution import ShortConvolution
 
@@ -49,15 +49,16 @@ def test_rotary_depends_on_distance_only_and_is_exact_far_out():
     q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64) for _ in range(2))
 
     def score(i, j):
-        a, b = (rotate(x, torch.tensor([[p]]), 10_000.0) for x, p in ((q, i), (k, j)))
+        a, _ = rotate(q, q, torch.tensor([[i]]), 10_000.0)
+        _, b = rotate(k, k, torch.tensor([[j]]), 10_000.0)
         return (a * b).sum()
 
     torch.testing.assert_close(score(3, 1), score(1_000_003, 1_000_001), rtol=1e-8, atol=1e-8)
     assert abs(score(3, 1) - score(4, 1)) > 1e-3
     one = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
-    far = rotate(one, torch.tensor([[9_999_991]]), 10_000.0).flatten()
+    far, _ = rotate(one, one, torch.tensor([[9_999_991]]), 10_000.0)
     wanted = torch.tensor([math.cos(9_999_991), math.sin(9_999_991)])
-    torch.testing.assert_close(far, wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(far.flatten(), wanted, atol=1e-6, rtol=0)
 
 
 def test_fixed_gate_is_that_of_retnet():
@@ -97,16 +98,27 @@ def test_linear_starts_as_published():
 
 
 @pytest.mark.parametrize("lengths", [[5], [1, 2, 3], [0, 4, 0, 0, 2, 0], [0], [], [40, 33, 64, 1]])
-def test_documents_are_found_and_grouped(lengths):
+def test_documents_are_found_and_batched(lengths):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     T = sum(lengths)
-    wanted = [n for n, length in enumerate(lengths) for _ in range(length)]
-    assert document_of_token(offsets, T).tolist() == wanted
+    owner = [n for n, length in enumerate(lengths) for _ in range(length)]
+    assert document_of_token(offsets, T).tolist() == owner
+    batches = batch_documents(offsets)
+    x = torch.randn(T, 3, dtype=torch.float64, requires_grad=True)
+    parts = batches.split(x)
     seen = []
-    for group in group_documents(offsets):
-        sizes = group.real.sum(1)
-        assert sizes.tolist() == [lengths[n] for n in group.documents.tolist()]
-        assert sizes.max() - sizes.min() < 32
-        assert bool(group.real[:, 0].all())
-        seen += group.tokens[group.real].tolist()
-    assert sorted(seen) == list(range(T))
+    for part, documents in zip(parts, batches.documents, strict=True):
+        sizes = [lengths[n] for n in documents.tolist()]
+        assert part.shape == (len(sizes), max(sizes), 3)
+        assert max(sizes) - min(sizes) < 32
+        for row, n in zip(part, documents.tolist(), strict=True):
+            assert torch.equal(row[: lengths[n]], x[offsets[n] : offsets[n + 1]])
+            seen.append(n)
+    assert sorted(seen) == [n for n, length in enumerate(lengths) if length]
+    if not parts:
+        return
+    weights = torch.randn(T, 3, dtype=torch.float64)
+    joined = batches.join([part * 2 for part in parts])
+    assert torch.equal(joined, x * 2)
+    (grad,) = torch.autograd.grad((joined * weights).sum(), [x])
+    assert torch.equal(grad, 2 * weights)

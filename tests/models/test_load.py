@@ -50,6 +50,19 @@ def test_one_checkpoint_can_be_named(run):
     assert torch.equal(model(TOKENS).logits, oldest(TOKENS).logits)
 
 
+def test_the_config_in_a_checkpoint_counts_before_that_of_the_run(run, make):
+    path, _ = run
+    model = make(["full"], torch.float32)
+    table = model.config.model_dump(mode="json", exclude_none=True)
+
+    def write(folder):
+        save_file(model.state_dict(), folder / "model.safetensors")
+        (folder / "config.toml").write_text(tomli_w.dumps({"model": table}))
+
+    storage.write_folder(path / "checkpoints" / "step-00000030", write)
+    assert torch.equal(gla.LanguageModel.load(path)(TOKENS).logits, model(TOKENS).logits)
+
+
 def test_a_damaged_checkpoint_is_skipped_loudly(run, caplog):
     path, (oldest, _) = run
     file = path / "checkpoints" / "step-00000020" / "model.safetensors"
