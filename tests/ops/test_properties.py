@@ -47,7 +47,9 @@ def cases(draw: st.DrawFn) -> tuple[Inputs, dict[str, Any]]:
         normalizer=normalize,
         sequences=None if lengths is None else len(lengths),
         seed=draw(st.integers(0, 2**20)),
-        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        # Of one token, o = v and the gradients of q and k are differences of equal terms: what is
+        # left of them in fp32 is the last bit of o itself, over the floor of the measure already.
+        dtype=torch.float64 if normalize else draw(st.sampled_from([torch.float64, torch.float32])),
     )
     options: dict[str, Any] = {"normalize": normalize, "causal": causal}
     options["loss"] = draw(st.sampled_from(LOSSES))

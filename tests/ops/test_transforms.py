@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +38,9 @@ needs_compiler = pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    # A graph cached on disk would be that of the operators as they were when it was written.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()
 
 
