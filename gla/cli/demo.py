@@ -36,8 +36,8 @@ def demo(
 
     Args:
         run: Folder of the run, which must not hold one yet; runs/demo by default, or the first of
-            runs/demo-2, runs/demo-3, … that holds none. The prepared data go to demo-data beside
-            it, and are used again when they are there.
+            runs/demo-2, runs/demo-3, … that holds none. The data are prepared into data/ once, and
+            used again.
         steps: Train for so many steps instead of the recipe's.
         device: auto, cpu, cuda, cuda:N or mps.
         json: Print one JSON object instead of the table.
@@ -50,9 +50,7 @@ def demo(
 
     began = time.perf_counter()
     run = run or next_run(Path("runs"))
-    overrides = [("data.path", str(run.parent / "demo-data"))]
-    if steps is not None:
-        overrides.append(("train.steps", str(steps)))
+    overrides = [] if steps is None else [("train.steps", str(steps))]
     config = load_recipe(recipes.find("demo"), overrides)
     train(config, run, device=device, sampler=sampler)
     _note("evaluating the newest checkpoint, and the references on the same text")

@@ -12,12 +12,14 @@ from gla.errors import ConfigError
 
 def shipped() -> dict[str, Path]:
     """Return {name: path} of the recipes that came with this gla."""
-    checkout = Path(gla.__file__).resolve().parents[1] / "recipes"
-    if checkout.is_dir():
-        found = list(checkout.glob("*.toml"))
+    root = Path(gla.__file__).resolve().parents[1]
+    if (root / "pyproject.toml").is_file():
+        found = list(root.glob("recipes/*.toml"))
     else:
-        files = metadata.files("gla") or []
-        found = [Path(str(f.locate())) for f in files if f.match("gla/recipes/*.toml")]
+        files = [f for f in metadata.files("gla") or [] if f.match("gla/recipes/*.toml")]
+        found = [path for f in files if (path := Path(str(f.locate()))).is_file()]
+        # "pip install --target" records another place than the one it copies to.
+        found = found or list(root.glob("share/gla/recipes/*.toml"))
     return {path.stem: path.resolve() for path in sorted(found)}
 
 
