@@ -103,9 +103,19 @@ class GroupConfig(_Section):
 
 
 class OptimConfig(_Section):
-    """AdamW (arXiv 1711.05101). Norms, biases and gates are not decayed: ``gla.train.optim``."""
+    """How weights are updated. Norms, biases and gates are not decayed: ``gla.train.optim``.
 
-    kind: Literal["adamw"] = "adamw"
+    Attributes:
+        kind: "adamw" (arXiv 1711.05101), or "muon" (Jordan et al. 2024) for the matrices inside the
+            blocks with AdamW for the rest. Muon learns more from a token and costs a little more a
+            step; its updates have the size of AdamW's, so the same ``lr`` serves both.
+        lr: Peak learning rate.
+        weight_decay: Of what is decayed, times the learning rate.
+        betas, eps: Of AdamW.
+        groups: Parameters that are treated differently.
+    """
+
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)

@@ -50,21 +50,60 @@ def unmatched_groups(model: nn.Module, config: OptimConfig) -> list[str]:
     ]
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW over one group for each pair of (learning-rate factor, weight decay).
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon and AdamW, each over its own parameters, as one optimizer.
 
-    A group keeps its factor as ``group["lr_factor"]``; ``set_lr`` uses it. The fused form is used:
-    one pass over the memory of each parameter.
+    Groups and state are those of the two: a learning rate set here reaches them, and a state saved
+    from here is whole.
     """
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        muon.state = adamw.state = self.state
+        self.parts = (muon, adamw)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        for part in self.parts:
+            part.step()
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return the optimizer over one group for each pair of (learning-rate factor, weight decay).
+
+    A group keeps its factor as ``group["lr_factor"]``; ``set_lr`` uses it. AdamW is the fused form:
+    one pass over the memory of each parameter. Muon takes the decayed weights of the linear maps
+    inside ``blocks``; embedding, head, convolutions, norms and gates stay with AdamW.
+    """
     facts = parameter_facts(model, config)
+    inside = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "blocks." in name
+        if not getattr(module, "no_weight_decay", False)
+    }
+    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        groups.setdefault(facts[name], []).append(parameter)
+        muon = config.kind == "muon" and name in inside
+        groups.setdefault((muon, *facts[name]), []).append(parameter)
     tables = [
-        {"params": parameters, "weight_decay": decay, "lr_factor": factor}
-        for (factor, decay), parameters in groups.items()
+        (muon, {"params": parameters, "weight_decay": decay, "lr_factor": factor})
+        for (muon, factor, decay), parameters in groups.items()
     ]
-    return torch.optim.AdamW(tables, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    adamw = torch.optim.AdamW(
+        [table for muon, table in tables if not muon],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+    if config.kind == "adamw":
+        return adamw
+    matrices = [table for muon, table in tables if muon]
+    return MuonAdamW(
+        torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn="match_rms_adamw"), adamw
+    )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -70,3 +70,25 @@ def test_the_first_matching_group_decides() -> None:
 def test_patterns_without_a_parameter_are_found() -> None:
     groups = [GroupConfig(pattern="*.gate.*"), GroupConfig(pattern="*gaet*")]
     assert unmatched_groups(model(), OptimConfig(groups=groups)) == ["*gaet*"]
+
+
+def test_muon_takes_the_matrices_inside_the_blocks_and_keeps_one_state():
+    model = gla.LanguageModel(gla.ModelConfig(d_model=32, vocab_size=48, layers=["gla"]))
+    optimizer = build_optimizer(model, OptimConfig(kind="muon", lr=0.01))
+    tokens = torch.arange(40).view(1, 40) % 48
+    model.loss(tokens, tokens).backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    set_lr(optimizer, 0.02)
+    optimizer.step()
+    with_moments = {
+        name: "exp_avg_sq" in optimizer.state[p] for name, p in model.named_parameters()
+    }
+    assert not with_moments["blocks.0.mixer.q_proj.weight"]  # Muon has one momentum
+    assert not with_moments["blocks.0.mlp.down_proj.weight"]
+    assert with_moments["embed.weight"] and with_moments["blocks.0.mixer.gate.up.weight"]
+    assert with_moments["blocks.0.mixer_norm.weight"]
+    # An orthogonal update of unit singular values, scaled to 0.2 of AdamW's root mean square.
+    name = "blocks.0.mlp.gate_proj.weight"
+    update = dict(model.named_parameters())[name].detach() - before[name] * (1 - 0.02 * 0.1)
+    rms = float(update.pow(2).mean().sqrt())
+    assert 0.6 * 0.2 * 0.02 < rms < 1.3 * 0.2 * 0.02
