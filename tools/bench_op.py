@@ -1,0 +1,276 @@
+"""Speed and memory of the op's torch form, as ratios measured side by side in one process.
+
+    python tools/bench_op.py [--json] [--threads 2] [--seconds 2.5]
+
+Each ratio is the best of several runs over the best of several runs. "products" are the op's own
+matrix products alone, batched as a plain loop would: four forward, ten backward (counted as 2.5
+times the four). B 1, H 8, K = V = 64, fp32 unless a row says otherwise. mlstm_kernels and the
+causal product of fast-transformers are measured where they can be imported, and named where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gla
+
+H, K, C = 8, 64, 64
+
+TARGETS = {
+    "forward 16k, no gate / products": (1.35, "at most"),
+    "forward 16k, channel gate / products": (1.9, "at most"),
+    "forward + backward 16k, no gate / products": (1.4, "at most"),
+    "forward + backward 16k, channel gate / products": (1.9, "at most"),
+    "forward 64k / 8k": (8.8, "at most"),
+    "forward + backward 64k / 8k": (8.8, "at most"),
+    "memory of forward + backward 64k / inputs": (0.5, "at most"),
+    "sdpa / channel gate, forward + backward 512": (1.0, "at least"),
+    "sdpa / channel gate, forward + backward 8k": (12.0, "at least"),
+    "bf16 / fp32, forward + backward 8k": (0.75, "at most"),
+    "strong gates, forward + backward 8k / products": (5.0, "at most"),
+    "training tokens/s, gated / softmax model, T 512": (1.0, "at least"),
+    "training tokens/s, gated / softmax model, T 2048": (1.5, "at least"),
+    "training tokens/s, gated / softmax model, T 8192": (3.0, "at least"),
+    "mlstm_kernels / head gate, forward 8k": (4.0, "at least"),
+    "mlstm_kernels / head gate, forward + backward 8k": (4.0, "at least"),
+    "no gate / fast-transformers, forward 8k": (1.3, "at most"),
+    "no gate / fast-transformers, forward + backward 8k": (1.3, "at most"),
+    "no gate / fast-transformers, forward + backward 64k": (0.85, "at most"),
+}
+
+
+def best(run: Callable[[], Any], seconds: float) -> float:
+    """Shortest of the runs that fit into ``seconds``, after one to warm up."""
+    run()
+    shortest, start = math.inf, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        before = time.perf_counter()
+        run()
+        shortest = min(shortest, time.perf_counter() - before)
+    return shortest
+
+
+def inputs(T: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    """q, k, v, log_decay [1, T, 8, 64]; ordinary gates: logsigmoid of N(0, 1), over 16."""
+    q, k, v, g = (torch.randn(1, T, H, K) for _ in range(4))
+    g = F.logsigmoid(g) / 16
+    return [x.to(dtype).requires_grad_(grad) for x in (q, k, v, g)]
+
+
+def op(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Tensor:
+    return gla.gated_linear_attention(q, k, v, g, impl="torch").o
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def forward(f: Callable[..., Tensor], x: list[Tensor]) -> Callable[[], Any]:
+    def run() -> None:
+        with torch.no_grad():
+            f(*x)
+
+    return run
+
+
+def both(f: Callable[..., Tensor], x: list[Tensor]) -> Callable[[], Any]:
+    upstream = torch.ones_like(x[2])
+    return lambda: torch.autograd.grad(f(*x), x, upstream)
+
+
+def products(T: int) -> Callable[[], Any]:
+    """The four products of the forward pass on T tokens, 64 tiles at a time."""
+    q, k, v = (torch.randn(H * T // C, C, K) for _ in range(3))
+    S = torch.randn(H * T // C, K, K)
+
+    def run() -> None:
+        for i in range(0, q.shape[0], 64):
+            j = slice(i, i + 64)
+            P = torch.bmm(q[j], k[j].transpose(1, 2))
+            torch.bmm(P, v[j])
+            torch.bmm(k[j].transpose(1, 2), v[j])
+            torch.bmm(q[j], S[j])
+
+    return run
+
+
+def against_products(seconds: float) -> dict[str, float]:
+    x, plain = inputs(16384, grad=True), products(16384)
+    four = min(best(plain, seconds), best(plain, seconds))
+    fourteen = 3.5 * four
+    found = {
+        "forward 16k, no gate / products": best(forward(op, x[:3]), seconds) / four,
+        "forward 16k, channel gate / products": best(forward(op, x), seconds) / four,
+        "forward + backward 16k, no gate / products": best(both(op, x[:3]), seconds) / fourteen,
+        "forward + backward 16k, channel gate / products": best(both(op, x), seconds) / fourteen,
+    }
+    q, k, v, g = (t.detach() for t in inputs(8192))
+    g = torch.where(torch.rand_like(g) < 0.1, -20 - 10 * torch.rand_like(g), g)
+    strong = [t.requires_grad_() for t in (q, k, v, g)]
+    name = "strong gates, forward + backward 8k / products"
+    found[name] = best(both(op, strong), seconds) / (fourteen / 2)
+    return found
+
+
+def against_length_and_dtype(seconds: float) -> dict[str, float]:
+    short, long = inputs(8192, grad=True), inputs(65536, grad=True)
+    f_short, f_long = best(forward(op, short), seconds), best(forward(op, long), 2 * seconds)
+    b_short, b_long = best(both(op, short), seconds), best(both(op, long), 2 * seconds)
+    narrow = best(both(op, inputs(8192, torch.bfloat16, grad=True)), seconds)
+    return {
+        "forward 64k / 8k": f_long / f_short,
+        "forward + backward 64k / 8k": b_long / b_short,
+        "bf16 / fp32, forward + backward 8k": narrow / b_short,
+    }
+
+
+def against_softmax(seconds: float) -> dict[str, float]:
+    found = {}
+    for T, name in ((512, "512"), (1024, "1k"), (2048, "2k"), (8192, "8k")):
+        x = inputs(T, grad=True)
+        ratio = best(both(sdpa, x[:3]), seconds) / best(both(op, x), seconds)
+        found[f"sdpa / channel gate, forward + backward {name}"] = ratio
+    return found
+
+
+MEMORY = """
+import resource, sys, torch
+sys.path.insert(0, {tools!r})
+from bench_op import both, inputs, op
+torch.set_num_threads({threads})
+both(op, inputs(256, grad=True))()
+x = inputs(65536, grad=True)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+grads = both(op, x)()
+own = x[2].nbytes * 2 + sum(g.nbytes for g in grads)  # o, its upstream gradient, the gradients
+print((peak() - before - own) / sum(t.nbytes for t in x))
+"""
+
+
+def memory(threads: int) -> dict[str, float]:
+    """Peak resident memory beyond inputs, output and gradients, over that of the inputs."""
+    code = MEMORY.format(tools=str(__file__).rsplit("/", 1)[0], threads=threads)
+    command = [sys.executable, "-c", code]  # a process of its own: a peak cannot be reset
+    out = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    return {"memory of forward + backward 64k / inputs": max(0.0, float(out.stdout.split()[-1]))}
+
+
+def training_step(kind: str, T: int) -> Callable[[], Any]:
+    """A step of an 8-layer model of width 256 and 4 heads: 8,192 tokens in rows of T, fp32."""
+    mixer = {"kind": kind, "num_heads": 4}
+    config = gla.ModelConfig(
+        d_model=256, vocab_size=4096, layers=["mixer*8"], mixers={"mixer": mixer}
+    )
+    model = gla.LanguageModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, 4096, (8192 // T, T + 1))
+
+    def run() -> None:
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def against_softmax_model(seconds: float) -> dict[str, float]:
+    found = {}
+    for T in (512, 2048, 8192):
+        gated = best(training_step("linear_attention", T), 2 * seconds)
+        softmax = best(training_step("softmax_attention", T), 2 * seconds)
+        found[f"training tokens/s, gated / softmax model, T {T}"] = softmax / gated
+    return found
+
+
+def against_mlstm(seconds: float) -> dict[str, float]:
+    """The native chunkwise form of mlstm_kernels: per-head gates, 8,192 tokens."""
+    from mlstm_kernels.torch.chunkwise.native import (  # pyright: ignore[reportMissingImports]
+        mlstm_chunkwise__native_autograd,
+    )
+
+    q, k, v, g = inputs(8192, grad=True)
+    gate = g.detach()[..., 0].clone().requires_grad_()
+    peer = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+    raw = [torch.randn(1, H, 8192).requires_grad_() for _ in range(2)]
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+        return mlstm_chunkwise__native_autograd(q=q, k=k, v=v, i=i, f=f, chunk_size=64)
+
+    args, ours = [*peer, *raw], [q, k, v, gate]
+    return {
+        "mlstm_kernels / head gate, forward 8k": best(forward(theirs, args), seconds)
+        / best(forward(op, ours), seconds),
+        "mlstm_kernels / head gate, forward + backward 8k": best(both(theirs, args), seconds)
+        / best(both(op, ours), seconds),
+    }
+
+
+def against_fast_transformers(seconds: float) -> dict[str, float]:
+    """The C++ recurrence of fast-transformers, [B, H, T, K], without its normalizer."""
+    from fast_transformers.causal_product import (  # pyright: ignore[reportMissingImports]
+        causal_dot_product,
+    )
+
+    found = {}
+    for T, name in ((8192, "8k"), (65536, "64k")):
+        x = inputs(T, grad=True)[:3]
+        peer = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in x]
+        if T == 8192:
+            ratio = best(forward(op, x), seconds) / best(forward(causal_dot_product, peer), seconds)
+            found["no gate / fast-transformers, forward 8k"] = ratio
+        ratio = best(both(op, x), seconds) / best(both(causal_dot_product, peer), seconds)
+        found[f"no gate / fast-transformers, forward + backward {name}"] = ratio
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=2.5, help="of measuring for each figure")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    found, missing = memory(options.threads), []
+    parts = (against_products, against_length_and_dtype, against_softmax, against_softmax_model)
+    for part in parts:
+        found |= part(options.seconds)
+    for name, part in (
+        ("mlstm_kernels", against_mlstm),
+        ("fast_transformers", against_fast_transformers),
+    ):
+        try:
+            found |= part(options.seconds)
+        except ImportError as reason:
+            missing.append(f"{name}: {reason}")
+    if options.json:
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        print(
+            json.dumps({"ratios": found, "missing": missing, "threads": options.threads} | versions)
+        )
+        return
+    for name, ratio in found.items():
+        bound, sense = TARGETS.get(name, (None, ""))
+        met = bound is None or (ratio <= bound if sense == "at most" else ratio >= bound)
+        aim = "" if bound is None else f"  target {sense} {bound:g}{'' if met else '  MISSED'}"
+        print(f"{name:52s} {ratio:7.2f}{aim}")
+    for line in missing:
+        print(f"not measured, {line}")
+
+
+if __name__ == "__main__":
+    main()
