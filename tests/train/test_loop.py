@@ -292,11 +292,12 @@ def test_resume_refuses_other_data(tmp_path: Path, recipe: Recipe, data: Path) -
         resume(tmp_path / "run", overrides=[("data.path", str(other))], device="cpu")
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_resume_falls_back_past_a_damaged_checkpoint_and_says_so(
-    tmp_path: Path, recipe: Recipe
+    tmp_path: Path, recipe: Recipe, kind: str
 ) -> None:
     run = tmp_path / "run"
-    train(recipe(), run, device="cpu")
+    train(recipe(optim__kind=kind), run, device="cpu")
     good = tree(run / "checkpoints/step-00000006")
     file = run / "checkpoints/step-00000006/model.safetensors"
     data = bytearray(file.read_bytes())
@@ -308,6 +309,7 @@ def test_resume_falls_back_past_a_damaged_checkpoint_and_says_so(
     assert "step-00000004" in log
     again = tree(run / "checkpoints/step-00000006")
     assert again["model.safetensors"] == good["model.safetensors"]
+    assert again["optimizer.safetensors"] == good["optimizer.safetensors"]
     assert (run / "checkpoints/damaged-step-00000006").is_dir()
 
 

@@ -7,7 +7,7 @@ import torch
 import gla
 from gla.models.language_model import LanguageModel
 from gla.train.config import GroupConfig, OptimConfig
-from gla.train.optim import build_optimizer, parameter_facts, set_lr, unmatched_groups
+from gla.train.optim import MuonAdamW, build_optimizer, parameter_facts, set_lr, unmatched_groups
 
 
 def model() -> LanguageModel:
@@ -92,3 +92,31 @@ def test_muon_takes_the_matrices_inside_the_blocks_and_keeps_one_state():
     update = dict(model.named_parameters())[name].detach() - before[name] * (1 - 0.02 * 0.1)
     rms = float(update.pow(2).mean().sqrt())
     assert 0.6 * 0.2 * 0.02 < rms < 1.3 * 0.2 * 0.02
+
+
+def test_muon_takes_the_matrices_inside_the_blocks_and_adamw_the_rest() -> None:
+    net = model()
+    optimizer = build_optimizer(net, OptimConfig(kind="muon", lr=1e-2))
+    assert isinstance(optimizer, MuonAdamW)
+    muon, adamw = (
+        {id(p) for group in part.param_groups for p in group["params"]} for part in optimizer.parts
+    )
+    assert muon.isdisjoint(adamw)
+    for name, parameter in net.named_parameters():
+        matrix = name.split(".")[-2].endswith("_proj") and "blocks." in name
+        assert (id(parameter) in muon) == matrix, name
+        assert (id(parameter) in adamw) == (not matrix), name
+
+
+def test_a_rate_set_reaches_both_parts_of_muon() -> None:
+    net = model()
+    optimizer = build_optimizer(net, OptimConfig(kind="muon"))
+    net.loss(torch.arange(8)[None], torch.arange(8)[None]).backward()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    set_lr(optimizer, 0.0)
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    set_lr(optimizer, 1e-2)
+    optimizer.step()
+    for name in ("embed.weight", "blocks.0.mixer.q_proj.weight"):
+        assert not torch.equal(net.get_parameter(name), before[name])
