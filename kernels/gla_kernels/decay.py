@@ -1,0 +1,108 @@
+"""Device code of the gate inside a chunk: what turns the recurrence into matrix products.
+
+With b_t = g_1 + ... + g_t inside a chunk of C tokens, a chunk needs, per key channel,
+
+    P[t, s] = sum_k q[t, k] k[s, k] exp(b_t - b_s)  for s <= t,
+    q[t] exp(b_t) to read the state, k[s] exp(b_C - b_s) to write it, exp(b_C) to decay it.
+
+*Mild tiles.* The middle of the chunk is the reference: exp(b_t - b_mid) goes to q, its reciprocal
+to k. Taken only when no channel decays by more than MILD nats over either half of the chunk, so
+that no exponent exceeds +MILD and nothing is clamped.
+
+*Strong tiles* take the exact path, without any positive exponent. The pair (t, s) is handled at
+the one level h = 1, 2, ..., C / 2 at which t lies in the right and s in the left half of the same
+block of 2h tokens: with the block's middle m, exp(b_t - b_m) and exp(b_m - b_s) are at most 1,
+and their product is right even when one of them underflows to 0. log2(C) masked products for C^2
+K exponentials.
+
+The choice is made per tile, from its gates, while the kernel runs.
+
+On strong tiles all exponents are plain *sums* of gates, never differences of long sums: running
+sums, and at each level the product of a matrix of 0 and 1 with the tile of gates, which is split
+into bf16 parts so that every term is exact. Gates are floored at FLOOR first; an exponent with
+such a gate gives exactly 0 in fp32 with or without the floor.
+
+Gates are tiles [C, D] of natural logarithms, D = number of key channels, or 1 for a gate a head.
+"""
+
+import triton
+import triton.language as tl
+
+MILD = tl.constexpr(24.0)
+FLOOR = tl.constexpr(-110.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+# What GATE says: no gate, one a head, one a key channel.
+NO_GATE = tl.constexpr(0)
+HEAD_GATE = tl.constexpr(1)
+CHANNEL_GATE = tl.constexpr(2)
+
+
+@triton.jit
+def sums(weights, x, GATE: tl.constexpr, PARTS: tl.constexpr):
+    """weights [C, C] of 0 and 1 times x [C, D] fp32, to PARTS * 8 bits of every entry of x."""
+    if GATE == CHANNEL_GATE:
+        w = weights.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        total = tl.dot(w, part)
+        for _ in tl.static_range(PARTS - 1):
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            total = tl.dot(w, part, total)
+    else:
+        total = tl.sum(weights.to(tl.float32) * tl.trans(x), 1, keep_dims=True)
+    return total
+
+
+@triton.jit
+def level_weights(level, C: tl.constexpr):
+    """[C, C] weights of b_t - b_m (right half of a block of 2h tokens) or b_m - b_t (left half)."""
+    t = tl.arange(0, C)[:, None]
+    u = tl.arange(0, C)[None, :]
+    m = ((t >> (level + 1)) << (level + 1)) + (1 << level) - 1
+    return (((u > m) & (u <= t)) | ((u > t) & (u <= m))).to(tl.int32)
+
+
+@triton.jit
+def half_sums(g, C: tl.constexpr):
+    """Log-decay of the first and of the second half of the chunk, [D] each."""
+    first = (tl.arange(0, C) < C // 2)[:, None]
+    return tl.sum(tl.where(first, g, 0.0), 0), tl.sum(tl.where(first, 0.0, g), 0)
+
+
+@triton.jit
+def is_mild(first, second):
+    return tl.min(tl.minimum(first, second), 0) >= -MILD
+
+
+@triton.jit
+def mild_factors(g, first, second):
+    """exp(b_t - b_mid), its reciprocal, exp(b_t), exp(b_C - b_t), [C, D] each."""
+    x = (tl.cumsum(g, 0) - first[None, :]) * LOG2E
+    to_q = tl.exp2(x)
+    to_k = tl.exp2(-x)
+    read = to_q * tl.exp2(first * LOG2E)[None, :]
+    return to_q, to_k, read, to_k * tl.exp2(second * LOG2E)[None, :]
+
+
+@triton.jit
+def strong_factors(g, g_next):
+    """exp(b_t), exp(b_C - b_t), [C, D] each; g_next[t] is g[t + 1], and 0 at the chunk's end."""
+    read = tl.exp2(tl.cumsum(g, 0) * LOG2E)
+    return read, tl.exp2(tl.cumsum(g_next, 0, reverse=True) * LOG2E)
+
+
+@triton.jit
+def level_tiles(
+    q, k, g, level, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr
+):
+    """One level: q of right halves and k of left halves, times their decays; and those."""
+    e = tl.exp2(sums(level_weights(level, C), g, GATE, PARTS) * LOG2E)
+    right = (((tl.arange(0, C) >> level) & 1) == 1)[:, None]
+    return tl.where(right, q * e, 0.0).to(DOT), tl.where(right, 0.0, k * e).to(DOT), e
+
+
+@triton.jit
+def same_block(level, C: tl.constexpr):
+    """[C, C] mask of pairs within one block of 2h tokens."""
+    t = tl.arange(0, C)
+    return (t >> (level + 1))[:, None] == (t >> (level + 1))[None, :]

@@ -1,0 +1,138 @@
+"""What the kernels support, and their configuration: by rule from sizes and device, no tuning.
+
+Sizes: B rows, T tokens, H heads, K key dimension, V value dimension, C tokens of a chunk, L of a
+segment, N sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHORT = 16  # so many tokens a sequence, or fewer, run token after token
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the rules need to know of a GPU.
+
+    Attributes:
+        name: for messages.
+        capability: compute capability of an NVIDIA GPU, (0, 0) for an AMD one.
+        shared: bytes of shared memory one program may use.
+        processors: programs that run at once, one a multiprocessor.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    shared: int
+    processors: int
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.capability[0] > 0
+
+
+INTERPRETER = Device("Triton's interpreter", (9, 0), 232448, 132)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the tiles and of the programs.
+
+    Attributes:
+        C: tokens of a chunk.
+        BK: K as a power of two, the rows of a sweep's state.
+        BV: value channels of a sweep's program.
+        grad_BK: key channels of a program of the gradients.
+        grad_BV: V as a power of two.
+        sweep_warps, grad_warps: warps of a program.
+        stages: of the pipeline that loads tiles ahead; 1 is none.
+    """
+
+    C: int
+    BK: int
+    BV: int
+    grad_BK: int
+    grad_BV: int
+    sweep_warps: int
+    grad_warps: int
+    stages: int
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: then they take CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Look up a device; in the interpreter, the CPU stands for an H100."""
+    if device.type == "cpu":
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    capability = (0, 0) if torch.version.hip else (found.major, found.minor)
+    shared = 65536 if torch.version.hip else found.shared_memory_per_block_optin
+    return Device(found.name, capability, shared, found.multi_processor_count)
+
+
+def refusal(
+    device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, K: int, V: int
+) -> str | None:
+    """What the kernels expect of such a call and do not get; None if they take it."""
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"a GPU, or TRITON_INTERPRET=1, in place of device {device}"
+    if dtype not in DTYPES or value_dtype not in DTYPES:
+        return f"fp32, bf16 or fp16 in place of {dtype}"
+    for name, size in (("key", K), ("value", V)):
+        if size > MAX_HEAD_DIM:
+            return f"a {name} dimension of at most {MAX_HEAD_DIM} in place of {size}"
+    found = device_of(device)
+    if found.is_nvidia and found.capability < (8, 0):
+        name = f"{found.name} (sm_{found.capability[0]}{found.capability[1]})"
+        return f"a GPU with bf16, sm_80 or later, in place of {name}"
+    return None
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+@functools.cache
+def config_for(device: Device, K: int, V: int, wide: bool) -> Config:
+    """The configuration of a call; ``wide``: products in fp32.
+
+    Chunks of 64 tokens suit Hopper's matrix units, and halve the states that go through
+    memory; fp32, large heads and GPUs with little shared memory get shorter ones.
+    """
+    BK, BV = _power_of_two(K), _power_of_two(V)
+    small = wide or device.shared < 131072 or max(BK, BV) > 128
+    sweep_BV = min(BV, 64 if small else 128)
+    return Config(
+        C=16 if BV > 256 else (32 if small else 64),
+        BK=BK,
+        BV=sweep_BV,
+        grad_BK=min(BK, 16 if BV > 256 else 32),
+        grad_BV=BV,
+        sweep_warps=8 if BK * sweep_BV >= 8192 else 4,
+        grad_warps=4,
+        stages=1 if small else 2,
+    )
+
+
+def segment_length(device: Device, config: Config, B: int, T: int, H: int, V: int) -> int:
+    """Tokens of a segment, a multiple of C; T (rounded up) if sequences are not cut.
+
+    Sequences are cut when their number, times heads and blocks of V, leaves half of the GPU idle.
+    """
+    whole = -(-T // config.C) * config.C
+    programs = B * H * -(-V // config.BV)
+    if 2 * programs > device.processors or T <= 2 * 256:
+        return whole
+    wanted = -(-device.processors // programs)
+    return max(256, -(-T // (wanted * config.C)) * config.C)

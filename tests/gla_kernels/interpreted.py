@@ -1,0 +1,170 @@
+"""Runs one group of cases in Triton's interpreter, in a process of its own: `interpreted.py GROUP`.
+
+Prints a line of JSON a case: its label, and each result's error over its limit (at most 1 is
+right). Uninitialized memory is NaN; the interpreter's checks are on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from oracle import recurrence  # noqa: E402
+
+from gla.testing import error, limit, make_inputs  # noqa: E402
+from tools import interpreter  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INF = math.inf
+
+# Keywords of `run`; unless they say otherwise, B 1, T 100, H 2, K = V = 32, a gate a channel, fp32.
+GROUPS: dict[str, list[dict]] = {
+    "gates": [
+        dict(gate="none"),
+        dict(gate="fixed", level=-1.0),
+        dict(gate="head", level=-6.0, pattern="half"),
+        dict(gate="channel"),
+        dict(gate="head", dtype=BF16, gate_dtype=FP32),
+    ],
+    "levels": [
+        dict(level=0.0),
+        dict(level=-5.9, tokens=70),
+        dict(level=-20.0, pattern="half", tokens=70),
+        dict(level=-88.0, tokens=70, dtype=BF16),
+        dict(level=-1e4, pattern="half", tokens=70),
+    ],
+    "resets": [
+        dict(level=-INF, pattern="spikes"),
+        dict(level=-INF, tokens=70),
+        dict(level=-INF, pattern="half", tokens=70, dtype=BF16),
+        dict(gate="head", level=-INF, pattern="spikes", tokens=70),
+    ],
+    "low precision": [
+        dict(dtype=BF16),
+        dict(dtype=BF16, gate="none"),
+        dict(dtype=BF16, gate_dtype=FP32, level=-1.0),
+        dict(dtype=BF16, level=-6.0, pattern="half", tokens=70),
+        dict(dtype=FP16, gate="head"),
+    ],
+    "sizes": [
+        dict(key_dim=24, value_dim=40, tokens=65, heads=1),
+        dict(key_dim=1, value_dim=1, tokens=17),
+        dict(key_dim=80, value_dim=8, tokens=63, heads=1, level=-6.0),
+        dict(key_dim=16, value_dim=136, tokens=64, heads=1, dtype=BF16),
+        dict(key_dim=256, value_dim=16, tokens=33, heads=1, dtype=BF16),
+    ],
+    "heads and strides": [
+        dict(heads=4, kv_heads=2, tokens=70),
+        dict(heads=2, kv_heads=1, tokens=70, gate="head", dtype=BF16),
+        dict(batch=3, heads=1, tokens=65, strided=True),
+        dict(batch=2, heads=1, tokens=65, strided=True, gate="none", state=False),
+        dict(tokens=70, dtype=BF16, value_dtype=FP32),
+    ],
+    "short": [
+        dict(tokens=1, batch=2),
+        dict(tokens=3, level=-INF, pattern="half"),
+        dict(tokens=16, gate="head", kv_heads=1, dtype=BF16),
+        dict(tokens=5, offsets=[0, 2, 2, 5], gate="none"),
+    ],
+    "segments": [
+        dict(tokens=200, segment=64),
+        dict(tokens=200, segment=128, gate="none", dtype=BF16),
+        dict(tokens=150, segment=64, gate="head", level=-20.0, pattern="half", heads=1, batch=2),
+    ],
+    "packed": [
+        dict(tokens=150, offsets=[0, 3, 3, 70, 150], heads=1),
+        dict(tokens=130, offsets=[0, 1, 130, 130], heads=1, gate="none", dtype=BF16),
+        dict(tokens=70, offsets=[0, 0, 64, 70], heads=1, state=False),
+    ],
+    "packed segments": [
+        dict(tokens=250, offsets=[0, 3, 150, 150, 250], segment=64, heads=1),
+        dict(tokens=250, offsets=[0, 130, 250], segment=64, heads=1, level=-INF, pattern="spikes"),
+    ],
+}
+
+
+def run(
+    *,
+    segment: int | None = None,
+    offsets: list[int] | None = None,
+    strided: bool = False,
+    value_dtype: torch.dtype | None = None,
+    **keywords,
+) -> dict[str, float]:
+    """Error over limit of o, the final state and every gradient, both of them in the loss."""
+    from gla_kernels.ops import chunkwise
+
+    sizes = dict(batch=1, tokens=100, heads=2, key_dim=32, value_dim=32) | keywords
+    sequences = None if offsets is None else len(offsets) - 1
+    inputs = make_inputs(**sizes, sequences=sequences)
+    dtypes = [inputs.q.dtype]
+    names = ["q", "k", "v", "log_decay", "S"]
+    state = None if inputs.initial_state is None else inputs.initial_state.S
+    tensors = [inputs.q, inputs.k, inputs.v, inputs.log_decay, state]
+    if value_dtype is not None:
+        tensors[2] = inputs.v.to(value_dtype)
+    given = [(n, x) for n, x in zip(names, tensors, strict=True) if x is not None]
+    leaves = {n: x.clone().requires_grad_() for n, x in given}
+    wide = {n: x.double().requires_grad_() for n, x in given}
+    arguments = {n: _strided(x) if strided else x for n, x in leaves.items()}
+    cu = None if offsets is None else torch.tensor(offsets)
+    scale = 0.3
+
+    q, k, v = (arguments.pop(n) for n in "qkv")
+    o, S = chunkwise(q, k, v, arguments.get("log_decay"), arguments.get("S"), cu, scale, segment)
+    expected = recurrence(
+        wide["q"],
+        wide["k"],
+        wide["v"],
+        wide.get("log_decay"),
+        wide.get("S"),
+        scale=scale,
+        cu_seqlens=cu,
+    )
+    draws = torch.Generator().manual_seed(7)
+    do = torch.randn(o.shape, generator=draws).to(o.dtype)
+    if strided:
+        do = do[..., :1].expand(o.shape)
+    dS = torch.randn(S.shape, generator=draws)
+    grads = torch.autograd.grad([o, S], list(leaves.values()), [do, dS])
+    wanted = torch.autograd.grad(
+        [expected.o, expected.S], list(wide.values()), [do.double(), dS.double()]
+    )
+    errors = {
+        "o": error(o, expected.o) / limit(*dtypes),
+        "S_T": error(S, expected.S) / limit(*dtypes),
+    }
+    for name, grad, reference in zip(leaves, grads, wanted, strict=True):
+        assert grad.dtype == leaves[name].dtype
+        errors["d" + name] = error(grad, reference) / limit(*dtypes, gradient=True)
+    return errors
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values as a slice of a wider tensor whose heads lie before its tokens."""
+    if x.dim() < 4 or (x.dtype == torch.float32 and x.shape[1] == 1):
+        return x
+    wide = torch.cat([x, torch.full_like(x, torch.nan)], -1).transpose(1, 2).contiguous()
+    return wide.transpose(1, 2)[..., : x.shape[-1]]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    interpreter.fix_bf16()
+    interpreter.add_checks()
+    for keywords in GROUPS[sys.argv[1]]:
+        label = ", ".join(f"{name} {value}" for name, value in keywords.items())
+        print(json.dumps({"case": label, "errors": run(**keywords)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
