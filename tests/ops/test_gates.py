@@ -44,6 +44,24 @@ def test_half_precision(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("gate", ["head", "channel"])
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("level", [-0.1, -0.3, -1.0, -3.0])
+def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, level: float) -> None:
+    """A gate's gradient is wide even beside half-precision inputs.
+
+    Where the loss reads the final state, early gates have small gradients, and a form that gets
+    them as differences of sums over the chunk must not have rounded the sums.
+    """
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = make_inputs(
+            2, tokens, 2, 32, 32, gate=gate, level=level, dtype=dtype, gate_dtype=torch.float32
+        )
+        check(inputs, impl, loss="state")
+        check(inputs, impl, loss="both")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ordinary_gates(impl: str, gate: str, dtype: torch.dtype) -> None:

@@ -60,6 +60,35 @@ def test_long_sequences(tokens: int, gate: str, dtype: torch.dtype, impl: str) -
     assert_agree(evaluate(inputs, impl), want, inputs)
 
 
+@pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_large_enough_to_be_cut_up(gate: str, dtype: torch.dtype) -> None:
+    """Wide values and many rows: what fits into no cache at once is worked on piece by piece.
+
+    Buffers are used again from piece to piece, and then hold the last piece's numbers, not NaN.
+    Strong and mild gates alternate along the sequence, so the pieces take different paths.
+    """
+    inputs = make_inputs(3, 330, 4, 4, 512, gate=gate, dtype=dtype)
+    if gate in ("head", "channel"):
+        assert inputs.log_decay is not None
+        for start in range(0, 330, 100):
+            inputs.log_decay[:, start : start + 40 : 3] = -20.0
+        inputs.log_decay[1, 150] = -math.inf
+    check(inputs, "torch", chunk_size=16)
+    check(inputs._replace(initial_state=None), "torch")
+
+
+@pytest.mark.parametrize("gate", ["none", "channel"])
+def test_packs_large_enough_to_be_cut_up(gate: str) -> None:
+    lengths = [1, 0, 100, 3, 64, 200, 17, 2]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = make_inputs(
+        1, sum(lengths), 4, 4, 512, gate=gate, sequences=len(lengths), dtype=torch.float64
+    )
+    check(inputs, "torch", cu_seqlens=offsets, chunk_size=16)
+    check(inputs, "torch", cu_seqlens=offsets)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("key_dim", "value_dim"), KEY_VALUE)
 def test_widths(impl: str, key_dim: int, value_dim: int) -> None:
