@@ -7,8 +7,8 @@ gate), q~ = q * to_q and k~ = k * to_k, a chunk that starts from state S compute
     o  = P v + q~ (before * S)                   times scale
     S' = total * S + after * (k~^T v)
 
-four matrix products. Backward, from do (already times scale) and the gradient dS' of the state after
-the chunk, with ten (S is recomputed from the segment's first state: k~^T v again, and P again):
+four matrix products. Backward, from do (already times scale) and the gradient dS' of the state
+after the chunk, with ten (S is recomputed from the segment's first state: k~^T v and P again):
 
     dP  = tril(do v^T)
     dv  = P^T do + k~ (after * dS')
@@ -21,8 +21,8 @@ the chunk, with ten (S is recomputed from the segment's first state: k~^T v agai
 The second term of dg is what the state after the chunk brings. The sum is restarted in every chunk,
 from states that are at hand, so its error does not grow with T; ``decay`` states it per half chunk.
 
-Chunks are worked on a segment at a time, small enough that its buffers stay in cache; only the state
-before each segment is saved for backward. Time and memory are linear in T.
+Chunks are worked on a segment at a time, small enough that its buffers stay in cache; only the
+state before each segment is saved for backward. Time and memory are linear in T.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from torch import Tensor
 
 from gla.ops.decay import Factors, Levels, factors, floor_of, mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, wide_dtype
-from gla.ops.layout import Layout, Segment, chunk_size_for
+from gla.ops.layout import Layout, Segment, boundaries
 from gla.ops.memory import Buffers, empty
+from gla.ops.once import refuse_double_backward, save_nothing
 
 
 def chunked(
@@ -53,9 +54,9 @@ def chunked(
     Returns:
         o [B, T, H, V] in v's dtype, S_T [N, H, K, V] fp32 or wider.
     """
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    C = chunk_size or chunk_size_for(q.shape[1], N if cu_seqlens is not None else 1)
-    o, final, _ = torch.ops.gla.chunked(q, k, v, log_decay, state, cu_seqlens, scale, C)
+    o, final, _ = torch.ops.gla.chunked(
+        q, k, v, log_decay, state, cu_seqlens, scale, chunk_size or 0
+    )
     return o, final
 
 
@@ -79,16 +80,19 @@ class _Scan(NamedTuple):
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What the matrix products of inputs of this dtype read and write.
 
-    bf16 where the device multiplies it natively (their sums are fp32 inside a product); states,
-    factors and gate gradients stay fp32. fp16 is computed in fp32: its range is too small for them.
+    bf16 where the device multiplies it natively (their sums are fp32 inside a product); states and
+    factors stay fp32, and so does the whole backward pass of a gate that needs a gradient. fp16 is
+    computed in fp32: its range is too small for the factors.
     """
     if dtype != torch.bfloat16:
         return wide_dtype(dtype)
-    native = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+    native = device.type == "cuda" or (
+        device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    )
     return torch.bfloat16 if native else torch.float32
 
 
-def _load(layout: Layout, s: Segment, inputs: tuple[Tensor, ...], work: Buffers) -> _Tiles:
+def _load(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) -> _Tiles:
     """Read q, k, v and, if there is one, the gate [B, T, G, 1 or K]."""
     M, C = s.count * s.rows * layout.H, layout.C
     q, k, v, *gates = inputs
@@ -113,7 +117,9 @@ def _load(layout: Layout, s: Segment, inputs: tuple[Tensor, ...], work: Buffers)
 
 def _scores(tiles: _Tiles, work: Buffers) -> Tensor:
     M, C, _ = tiles.q.shape
-    P = torch.bmm(tiles.q, tiles.k.transpose(1, 2), out=work("P", M, C, C, dtype=work.product)).tril_()
+    P = torch.bmm(
+        tiles.q, tiles.k.transpose(1, 2), out=work("P", M, C, C, dtype=work.product)
+    ).tril_()
     if tiles.levels is not None and tiles.f is not None and tiles.f.strong is not None:
         P.index_copy_(0, tiles.f.strong, tiles.levels.scores().to(P.dtype))
     return P
@@ -143,7 +149,9 @@ def _scan(
     W = _product(work, "W", tiles.k, tiles.v, tiles.f and tiles.f.after).unflatten(0, (s.count, -1))
     states = work("states", s.count + 1, *S.shape)
     states[0].copy_(S)
-    decays = [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
+    decays = (
+        [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
+    )
     steps = zip(states[:-1].unbind(), states[1:].unbind(), W.unbind(), decays, strict=True)
     # The slot of the next chunk receives this one's end, unless another sequence starts there.
     for chunk, (before, after, update, decay) in enumerate(steps, s.first):
@@ -192,9 +200,9 @@ def _forward(
     layout = Layout(q, V, cu_seqlens, chunk_size)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = q.new_zeros(N, H, K, V, dtype=wide) if state is None else state.clone()
-    saved = q.new_zeros(layout.boundaries, B, H, K, V, dtype=wide)
+    saved = q.new_zeros(boundaries(q, V, cu_seqlens, chunk_size), B, H, K, V, dtype=wide)
     o = empty((B, T, H, V), v.dtype, v.device)
-    inputs = (q, k, v) if log_decay is None else (q, k, v, gate_as_4d(log_decay, B, T))
+    inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
     work = Buffers(wide, product_dtype(v.dtype, q.device), q.device)
     with torch.autocast(q.device.type, enabled=False):
         S = q.new_empty(0, dtype=wide)
@@ -204,7 +212,9 @@ def _forward(
             saved[s.index, s.row : s.row + s.rows] = S.view(s.rows, H, K, V)
             tiles = _load(layout, s, inputs, work)
             scan, S = _scan(layout, s, tiles, S, state, final, work)
-            out = torch.bmm(_scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape, dtype=work.product))
+            out = torch.bmm(
+                _scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape, dtype=work.product)
+            )
             out.baddbmm_(tiles.q, _scaled(work, "S", scan.states, tiles.f and tiles.f.before))
             layout.store(out, s, o, scale)
     return o, final, saved
@@ -215,9 +225,9 @@ def _(q, k, v, log_decay, state, cu_seqlens, scale, chunk_size):
     B, T, H, K = q.shape
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    layout = Layout(q, V, cu_seqlens, chunk_size, read=False)
     o, final = v.new_empty(B, T, H, V), q.new_empty(N, H, K, V, dtype=wide)
-    return o, final, q.new_empty(layout.boundaries, B, H, K, V, dtype=wide)
+    saved = boundaries(q, V, cu_seqlens, chunk_size)
+    return o, final, q.new_empty(saved, B, H, K, V, dtype=wide)
 
 
 @torch.library.custom_op("gla::chunked_backward", mutates_args=())
@@ -235,18 +245,19 @@ def _backward(
     grad_final: Tensor,
     need_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv, d log_decay (empty unless needed) and the gradient of the initial state."""
+    """Returns dq, dk, dv, d log_decay (empty unless needed) and the initial state's gradient."""
     B, T, H, K = q.shape
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     layout = Layout(q, V, cu_seqlens, chunk_size)
     grad_initial = grad_final.clone()
-    inputs = (q, k, v) if log_decay is None else (q, k, v, gate_as_4d(log_decay, B, T))
+    inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
     grads = [empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
     product = product_dtype(v.dtype, q.device)
     if log_decay is not None and need_gate:
         grads.append(empty(tuple(inputs[3].shape), wide, q.device))
-        # One gradient summed over all tokens: the rounding of bf16 products would show in it.
-        product = wide if log_decay.dim() == 1 else product
+        # A gate's gradient is what is left of sums over the chunk: rounded to bf16, they would show
+        # in it by 2 to 15 %.
+        product = wide
     work = Buffers(wide, product, q.device)
     with torch.autocast(q.device.type, enabled=False):
         dS = q.new_empty(0, dtype=wide)
@@ -258,7 +269,9 @@ def _backward(
             S = saved[s.index, s.row : s.row + s.rows].flatten(0, 1)
             scan, _ = _scan(layout, s, tiles, S, state, None, work)
             back, dS = _reverse_scan(layout, s, tiles, do, dS, grad_final, grad_initial, work)
-            for tile, out in zip(_gradients(tiles, do, scan, back, work, need_gate), grads, strict=True):
+            for tile, out in zip(
+                _gradients(tiles, do, scan, back, work, need_gate), grads, strict=True
+            ):
                 layout.store(tile, s, out)
     dg = gate_grad(grads[3], log_decay) if log_decay is not None and need_gate else q.new_empty(0)
     return grads[0], grads[1], grads[2], dg, grad_initial
@@ -283,7 +296,9 @@ def _reverse_scan(
     R = _product(work, "R", tiles.q, do, tiles.f and tiles.f.before).unflatten(0, (s.count, -1))
     slots = work("dS", s.count + 1, *dS.shape)
     slots[-1].copy_(dS)
-    decays = [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
+    decays = (
+        [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
+    )
     steps = list(zip(slots[:-1].unbind(), slots[1:].unbind(), R.unbind(), decays, strict=True))
     for j in reversed(range(s.count)):
         before, after, update, decay = steps[j]
@@ -308,7 +323,9 @@ def _gradients(
     S = _scaled(work, "S", scan.states, f and f.before)
     dS = _scaled(work, "dS_in", back.states, f and f.after)
     P = _scores(tiles, work)
-    dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape, dtype=work.product)).baddbmm_(k, dS)
+    dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape, dtype=work.product)).baddbmm_(
+        k, dS
+    )
     dP = torch.bmm(do, v.transpose(1, 2), out=P).tril_()
     dq = torch.bmm(do, S.transpose(1, 2), out=work("dq", *q.shape, dtype=work.product))
     dk = torch.bmm(v, dS.transpose(1, 2), out=work("dk", *k.shape, dtype=work.product))
@@ -318,8 +335,9 @@ def _gradients(
     d_total = shared((scan.states * back.states).flatten(0, 1).sum(-1) * f.total.squeeze(-1), D)
     exact, strong = None, f.strong
     if levels is not None and strong is not None:
-        picked = (x[strong].to(work.dtype) for x in (q, dq, k, dk, dP))
-        exact = _exact_gradients(levels, *picked, d_total[strong])
+        picked = [x[strong].to(work.dtype) for x in (q, dq, k, dk)]
+        d_exact = dP[strong].to(work.dtype)
+        exact = _exact_gradients(levels, picked, d_exact, d_total[strong])
         dP.index_fill_(0, strong, 0.0)
     # A token's own score has no decay in it: its part of q~ dq~ and k~ dk~ is the same, and larger
     # than the rest. It is added after the gate's gradient is taken, which would have to cancel it.
@@ -344,20 +362,24 @@ def _gradients(
 
 
 def _exact_gradients(
-    levels: Levels, q: Tensor, dq: Tensor, k: Tensor, dk: Tensor, dP: Tensor, d_total: Tensor
+    levels: Levels, picked: list[Tensor], dP: Tensor, d_total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk through the scores of the strong tiles, and their whole dg.
 
-    dq, dk [M, C, K] are what the states bring to q~, k~, the tiles' q and k times their factors.
+    ``picked`` are q~, dq~, k~, dk~ [M, C, K]: q and k times their factors, and what the states
+    bring to them.
     """
-    D = d_total.shape[-1]
+    (q, dq, k, dk), D = picked, d_total.shape[-1]
     return levels.gradients(dP, shared(q * dq, D), shared(k * dk, D), d_total)
 
 
 @_backward.register_fake
-def _(q, k, v, log_decay, state, cu_seqlens, scale, chunk_size, saved, grad_o, grad_final, need_gate):
-    shaped = log_decay is not None and need_gate
-    dg = log_decay.new_empty(log_decay.shape) if shaped else q.new_empty(0)
+def _(
+    q, k, v, log_decay, state, cu_seqlens, scale, chunk_size, saved, grad_o, grad_final, need_gate
+):
+    dg = q.new_empty(0)
+    if log_decay is not None and need_gate:
+        dg = log_decay.new_empty(log_decay.shape)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, dg, grad_final.new_empty(grad_final.shape)
 
@@ -378,3 +400,4 @@ def _autograd(ctx, grad_o, grad_final, _):
 
 
 _forward.register_autograd(_autograd, setup_context=_save)
+_backward.register_autograd(refuse_double_backward, setup_context=save_nothing)

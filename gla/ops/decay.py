@@ -11,16 +11,16 @@ Within a chunk of C tokens let ``b_t = g_1 + ... + g_t`` per key channel. The ch
 reciprocal to k. A tile (one chunk of one head) takes this path only if no channel decays by more
 than ``MILD`` = 24 nats over either half, so no exponent exceeds +24 and nothing is clamped.
 
-*Strong tiles* take the exact path, which has no positive exponent at all. A pair (t, s) is handled at
-the one level h = C/2, ..., 2, 1 where t lies in the right and s in the left half of the same block of
-2h tokens: with the block's middle m, ``exp(b_t - b_m)`` and ``exp(b_m - b_s)`` are both at most 1,
-and their product is exact even when one of them underflows to 0. Both exponents are *sums* of gates,
-built bottom-up by ``Tree``, never differences of long sums, so gates of -1e4 or -inf cost no
-precision. A level is one product of C/2 right rows with C/2 left rows, masked to the blocks:
+*Strong tiles* take the exact path, which has no positive exponent at all. A pair (t, s) is handled
+at the one level h = C/2, ..., 2, 1 where t lies in the right and s in the left half of the same
+block of 2h tokens: with the block's middle m, ``exp(b_t - b_m)`` and ``exp(b_m - b_s)`` are both at
+most 1, and their product is exact even when one of them underflows to 0. Both exponents are *sums*
+of gates, built bottom-up by ``Tree``, never differences of long sums, so gates of -1e4 or -inf cost
+no precision. A level is one product of C/2 right rows with C/2 left rows, masked to the blocks:
 log2(C) quarter products and log2(C) C K exponentials in place of C^2 K / 2.
 
-Gates are floored at ``FLOOR`` first: every exponent that contains such a gate gives exactly 0 in the
-working precision with or without the floor, so no value changes, and -inf needs no special case.
+Gates are floored first (``floor_of``): every exponent that contains such a gate gives exactly 0 in
+the working precision with or without the floor, so no value changes and -inf is no special case.
 
 Sizes: N tiles, C tokens of a chunk, K key dimension, D = K (a gate per channel) or 1 (per head).
 """
@@ -130,7 +130,7 @@ class Tree:
 
 
 def halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """Views [N, C/2h, h, D] of the left and right halves of the blocks of 2h tokens of x [N, C, D]."""
+    """Views [N, C/2h, h, D] of the left and right halves of x [N, C, D]'s blocks of 2h tokens."""
     left, right = x.unflatten(1, (-1, 2, h)).unbind(2)
     return left, right
 
@@ -213,7 +213,9 @@ def shared(x: Tensor, D: int) -> Tensor:
     return x if D == x.shape[-1] else x.sum(-1, keepdim=True)
 
 
-def mild_gate_grad(d_exponent: Tensor, d_before: Tensor, d_after: Tensor, d_total: Tensor) -> Tensor:
+def mild_gate_grad(
+    d_exponent: Tensor, d_before: Tensor, d_after: Tensor, d_total: Tensor
+) -> Tensor:
     """Gradient of mild tiles' gates [N, C, D].
 
     Args:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import warnings
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gla.ops import chunked, recurrent, whole
@@ -19,31 +22,95 @@ Form = Callable[
 ]
 
 
-def resolve(impl: str, tokens: int) -> str:
+def resolve(
+    impl: str,
+    tokens: int,
+    device: torch.device | None = None,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+    dims: tuple[int, int] = (64, 64),
+    chunk_size: int | None = None,
+) -> str:
     """The form that ``impl`` stands for.
 
-    "auto" is "recurrent" for one token (decoding) and "torch" for more.
+    "auto" is "triton" on a GPU where Triton is installed and its kernels take the call (sm_80 or
+    later, not fp64, K and V up to 256, no chunk size asked for); elsewhere "recurrent" for one
+    token (decoding) and "torch" for more.
+
+    Args:
+        impl: one of IMPLS.
+        tokens: T.
+        device: of the tensors; a CPU if None.
+        dtypes: of q (and k), and of v.
+        dims: K and V.
+        chunk_size: as the user gave it.
+
+    Raises:
+        ValueError: an unknown impl, or "triton" where its kernels do not take the call.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(IMPLS)}; fix impl")
+    device = device or torch.device("cpu")
     if impl == "triton":
-        raise ValueError("impl: got 'triton', expected a form that is here; fix impl='torch'")
+        reason = _no_kernels(device, dtypes, dims)
+        if reason is not None:
+            raise ValueError(f"impl: got 'triton', expected {reason}; fix impl='torch'")
     if impl != "auto":
         return impl
+    if device.type == "cuda" and chunk_size is None and _no_kernels(device, dtypes, dims) is None:
+        return "triton"
     return "recurrent" if tokens == 1 else "torch"
+
+
+@torch.compiler.assume_constant_result
+def _no_kernels(
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], dims: tuple[int, int]
+) -> str | None:
+    """Why the Triton kernels do not take such a call; None if they do."""
+    try:
+        kernels = importlib.import_module("gla_kernels.ops")
+    except ImportError as reason:
+        message = f"Triton to be installed ({reason})"
+        if device.type == "cuda":
+            warnings.warn(
+                f"impl: the GPU's kernels need {message}; the torch form runs", stacklevel=2
+            )
+        return message
+    return kernels.refusal(device, *dtypes, *dims)
+
+
+def _triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The operator that ``gla_kernels.ops`` registers, once ``_no_kernels`` has imported it."""
+    o, final, _ = torch.ops.gla_kernels.chunkwise(
+        q, k, v, log_decay, state, cu_seqlens, scale, None
+    )
+    return o, final
 
 
 def choose(impl: str, q: Tensor, v: Tensor, chunk_size: int | None, causal: bool) -> Form:
     """Return the function that computes this call, or raise ValueError naming the option."""
-    form = resolve(impl, q.shape[1])
-    if chunk_size is not None and (form == "recurrent" and impl != "auto"):
-        raise ValueError(f"chunk_size: got {chunk_size}, expected None; fix impl (recurrent has no chunks)")
+    dims = (q.shape[-1], v.shape[-1])
+    form = resolve(impl, q.shape[1], q.device, (q.dtype, v.dtype), dims, chunk_size)
+    if chunk_size is not None and impl in ("recurrent", "triton"):
+        fix = "recurrent has no chunks" if impl == "recurrent" else "triton sizes its own"
+        raise ValueError(f"chunk_size: got {chunk_size}, expected None; fix impl ({fix})")
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size: got {chunk_size}, expected one of {CHUNK_SIZES}; fix chunk_size")
+        raise ValueError(
+            f"chunk_size: got {chunk_size}, expected one of {CHUNK_SIZES}; fix chunk_size"
+        )
     if q.shape[1] == 0:
         return whole.no_tokens
     if not causal:
         return whole.whole_sequence
     if form == "recurrent":
         return recurrent.recurrent
+    if form == "triton":
+        return _triton
     return functools.partial(chunked.chunked, chunk_size=chunk_size)

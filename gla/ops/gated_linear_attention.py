@@ -8,8 +8,8 @@
 linear attention. Sources: Katharopoulos et al. 2020 (arXiv 2006.16236) for the ungated recurrence
 and its normalizer, Yang et al. 2023 (arXiv 2312.06635) for the gated one and its chunkwise form.
 
-Sizes: B batch, T tokens, H heads, G heads of k, v or log_decay (H a multiple of G), K key dimension,
-V value dimension, N sequences (N = B, or the number of packed documents).
+Sizes: B batch, T tokens, H heads, G heads of k, v or log_decay (H a multiple of G), K key
+dimension, V value dimension, N sequences (N = B, or the number of packed documents).
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def gated_linear_attention(
             exact reset: nothing before t is read after it.
         scale: factor on the output, K**-0.5 by default; ignored when ``normalize``.
         normalize: divide by the normalizer z^T q, floored at 1e-6. Meant for positive feature maps.
-        initial_state: state of N sequences to start from, fp32 (fp64 for fp64 inputs); zero if None.
+        initial_state: of N sequences, fp32 (fp64 for fp64 inputs); zero if None.
         cu_seqlens: [N+1] int32 or int64 offsets of documents packed into one row (B = 1).
         causal: False lets every position read the state of the whole sequence; gates are refused.
         chunk_size: tokens a chunk of the chunked forms, a power of two from 16 to 256; the form's
             own choice if None. The recurrent form has no chunks and refuses it.
-        impl: "auto", "recurrent", "torch" or "triton"; see ``gla.ops.forms`` for the rule of "auto".
+        impl: "auto", "recurrent", "torch" or "triton"; ``gla.ops.forms`` states the rule of "auto".
 
     Returns:
         Output(o [B, T, H, V], final_state). Gradients reach q, k, v, log_decay and initial_state.
@@ -82,17 +82,16 @@ def gated_linear_attention(
     """
     check_shapes(q, k, v, log_decay, initial_state, cu_seqlens, normalize, causal)
     if checks_enabled():
-        q, k, v, log_decay = check_values(q, k, v, log_decay)
+        q, k, v, log_decay, initial_state = check_values(q, k, v, log_decay, initial_state)
     form = forms.choose(impl, q, v, chunk_size, causal)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     state = None if initial_state is None else initial_state.S
     if not normalize:
-        o, state = form(q, k, v, log_decay, state, cu_seqlens, float(scale))
+        o, state = form(q, k, v, log_decay, state, cu_seqlens, factor)
         return Output(o, LinearState(state))
 
-    # The normalizer is the output for one more value column that is always 1: z is that column of S.
-    # It is kept in the state's dtype until after the division.
+    # The normalizer is the output for one more value column that is always 1; z is that column of
+    # S. It is kept in the state's dtype until after the division.
     wide = torch.promote_types(v.dtype, torch.float32)
     ones = torch.ones((), dtype=wide, device=v.device).expand(*v.shape[:-1], 1)
     if initial_state is not None and initial_state.z is not None:

@@ -1,4 +1,4 @@
-"""Grouped heads and the shapes of log_decay, reduced to one layout. Sizes: see gated_linear_attention."""
+"""Grouped heads and the shapes of log_decay, in one layout. Sizes: see gated_linear_attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gate_as_4d(log_decay: Tensor, batch: int, tokens: int) -> Tensor:
 
 
 def gate_grad(grad: Tensor, log_decay: Tensor) -> Tensor:
-    """Gradient of ``gate_as_4d``: [B, T, G, 1 or K] fp32 or wider -> shape and dtype of log_decay."""
+    """Gradient of ``gate_as_4d``: [B, T, G, 1 or K] -> shape and dtype of log_decay."""
     if log_decay.dim() == 1:
         grad = grad.sum((0, 1))
     return grad.reshape(log_decay.shape).to(log_decay.dtype)

@@ -5,6 +5,7 @@ Sizes: B rows, T tokens, H heads, C tokens of a chunk, N sequences.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -31,47 +32,69 @@ class Segment:
     index: int
 
 
+def segment_tokens(B: int, H: int, dim: int, chunk_size: int) -> int:
+    """Tokens of a segment of one row: a multiple of every chunk size up to the given one (0: 64).
+
+    It does not depend on T, so a compiled graph serves every length.
+    """
+    C = chunk_size or 64
+    tiles = max(1, _SEGMENT_ELEMENTS // (C * dim))
+    rows = max(1, min(B, tiles // (4 * H)))
+    return C * max(1, tiles // (rows * H))
+
+
+def boundaries(q: Tensor, value_dim: int, cu_seqlens: Tensor | None, chunk_size: int) -> int:
+    """States to save a row: one before each segment, at most."""
+    B, T, H, K = q.shape
+    size = segment_tokens(B, H, max(K, value_dim), chunk_size)
+    most = T if cu_seqlens is None else T + (cu_seqlens.shape[0] - 1) * (chunk_size or 64)
+    return (most + size - 1) // size
+
+
 class Layout:
     """Chunks of every row, each of one sequence only, and the segments in which they are worked on.
 
+    Args:
+        q: [B, T, H, K].
+        value_dim: V.
+        cu_seqlens: [N+1] or None.
+        chunk_size: C, or 0 to choose it from T and N.
+
     Attributes:
+        C: tokens of a chunk.
         chunks: chunks a row.
         segments: in forward order; the chunks of a row follow one another.
         starts, ends: {chunk: index of the sequence that starts / ends with it}; without cu_seqlens
             each row is one sequence, and the index is None.
-        boundaries: states to save a row: one before each segment. Depends on shapes only.
     """
 
-    def __init__(self, q: Tensor, value_dim: int, cu_seqlens: Tensor | None, C: int, read: bool = True):
+    def __init__(self, q: Tensor, value_dim: int, cu_seqlens: Tensor | None, chunk_size: int):
         B, T, H, K = q.shape
-        self.C, self.T, self.H = C, T, H
+        dim = max(K, value_dim)
         sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        most_chunks = -(-T // C) if cu_seqlens is None else T // C + sequences
-        tiles = max(1, _SEGMENT_ELEMENTS // (C * max(K, value_dim)))
-        self.rows = max(1, min(B, tiles // (H * min(4, max(1, most_chunks)))))
-        self.count = max(1, min(max(1, most_chunks), tiles // (self.rows * H)))
-        self.boundaries = -(-most_chunks // self.count)
+        self.C = C = chunk_size or chunk_size_for(T, sequences)
+        self.T, self.H = T, H
         self._index: Tensor | None = None
         self._pads: Tensor | None = None
         self.starts: dict[int, int | None] = {}
         self.ends: dict[int, int | None] = {}
-        if not read:
-            return
         if cu_seqlens is None:
-            self.chunks = most_chunks
+            self.chunks = -(-T // C)
             self.starts, self.ends = {0: None}, {self.chunks - 1: None}
         else:
             self._place_documents(cu_seqlens)
+        count = min(segment_tokens(B, H, dim, chunk_size) // C, max(1, self.chunks))
+        rows = max(1, min(B, _SEGMENT_ELEMENTS // (C * dim * H * count)))
         self.segments = [
-            Segment(r, min(self.rows, B - r), c, min(self.count, self.chunks - c), c // self.count)
-            for r in range(0, B, self.rows)
-            for c in range(0, self.chunks, self.count)
+            Segment(r, min(rows, B - r), c, min(count, self.chunks - c), c // count)
+            for r in range(0, B, rows)
+            for c in range(0, self.chunks, count)
         ]
 
     def _place_documents(self, cu_seqlens: Tensor) -> None:
         """Give each document whole chunks; remember which token each place of a chunk holds."""
         ends, C = cu_seqlens.tolist(), self.C
-        sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        sizes = [b - a for a, b in itertools.pairwise(ends)]
         self.chunks = 0
         for n, size in enumerate(sizes):
             if size:
@@ -109,7 +132,7 @@ class Layout:
         return out
 
     def store(self, tiles: Tensor, s: Segment, out: Tensor, scale: float = 1.0) -> None:
-        """Write tiles [count * rows * H, C, D], times scale, to the segment's tokens of out [B, T, G, D].
+        """Write tiles [count * rows * H, C, D], times scale, to the tokens of out [B, T, G, D].
 
         With G < H the heads of a group are summed.
         """

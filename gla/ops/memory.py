@@ -33,7 +33,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if out.nbytes >= _LARGE and device.type == "cpu" and (advise := _madvise()) is not None:
         page = mmap.PAGESIZE
         start = -(-out.data_ptr() // page) * page
-        advise(start, (out.data_ptr() + out.nbytes - start) // page * page)  # advice: may be refused
+        advise(
+            start, (out.data_ptr() + out.nbytes - start) // page * page
+        )  # advice: may be refused
     return out
 
 

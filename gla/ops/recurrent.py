@@ -1,4 +1,4 @@
-"""The recurrent form: one token after another. Decoding on any device, and the oracle of the others.
+"""The recurrent form: one token after another. Decoding on any device, and the reference.
 
 Memory is constant in T forward. Backward recomputes the states of ``_BLOCK`` tokens at a time from
 the block's start, so it holds T / _BLOCK + _BLOCK states, not T. Sizes: see gated_linear_attention.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gla.ops.heads import expand_heads, gate_as_4d, gate_grad, reduce_heads, wide_dtype
+from gla.ops.once import refuse_double_backward, save_nothing
 
 _BLOCK = 64
 
@@ -32,7 +33,7 @@ def recurrent(
 
 
 def _sequences(T: int, rows: int, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:
-    """(rows of the state, tokens) of each run of the loop: all rows at once, or document by document."""
+    """(rows of the state, tokens) of each loop: all rows at once, or document by document."""
     if cu_seqlens is None:
         return [(slice(0, rows), slice(0, T))]
     ends = cu_seqlens.tolist()
@@ -108,7 +109,7 @@ def _backward(
     grad_o: Tensor,
     grad_final: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    B, T, H, _ = q.shape
+    B, T = q.shape[:2]
     grad_state = grad_final.clone()
     start = _initial(q, v, state, cu_seqlens)
     with torch.autocast(q.device.type, enabled=False):
@@ -123,7 +124,9 @@ def _backward(
                 block = slice(first, min(first + _BLOCK, tokens.stop))
                 dS = _block_backward(block, S, dS, qw, kw, vw, gate, do, grads, grad_g)
             grad_state[rows] = dS
-    dq, dk, dv = (reduce_heads(d, x.shape[2]).to(x.dtype) for d, x in zip(grads, (q, k, v), strict=True))
+    dq, dk, dv = (
+        reduce_heads(d, x.shape[2]).to(x.dtype) for d, x in zip(grads, (q, k, v), strict=True)
+    )
     if log_decay is None or grad_g is None:
         dg = q.new_empty(0)
     else:
@@ -186,3 +189,4 @@ def _autograd(ctx, grad_o, grad_final):
 
 
 _forward.register_autograd(_autograd, setup_context=_save)
+_backward.register_autograd(refuse_double_backward, setup_context=save_nothing)

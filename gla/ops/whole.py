@@ -12,7 +12,7 @@ def whole_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: None,
+    log_decay: Tensor | None,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -37,7 +37,9 @@ def whole_sequence(
         outs.append(torch.einsum("thk,hkv->thv", q_n, S))
         states.append(S)
     if not states:
-        return v.new_zeros(1, 0, H, v.shape[-1], dtype=dtype), v.new_zeros(0, H, q.shape[-1], v.shape[-1])
+        return v.new_zeros(1, 0, H, v.shape[-1], dtype=dtype), v.new_zeros(
+            0, H, q.shape[-1], v.shape[-1]
+        )
     return (torch.cat(outs).unsqueeze(0) * scale).to(dtype), torch.stack(states)
 
 
