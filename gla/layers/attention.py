@@ -47,11 +47,8 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor
     Returns:
         [B, T, H, D].
     """
-    B, T = q.shape[:2]
-    L = k.shape[1]
-    if B == T == 1:
-        return _sdpa(q, k, v)
-    slot = torch.arange(L, device=q.device)
+    T = q.shape[1]
+    slot = torch.arange(k.shape[1], device=q.device)
     place = position.unsqueeze(1) + torch.arange(T, device=q.device)
     outputs = [
         _sdpa(q_block, k, v, mask=slot <= place_block.unsqueeze(-1))

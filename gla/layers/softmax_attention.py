@@ -113,11 +113,14 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         place = cache.place_tokens(position, B, T, cu_seqlens)
         if self.config.rotary:
             q, k = rotate(q, k, place.position, self.config.rotary_base)
-        after = self._extend(state, k, v, place, cu_seqlens, need_state)
-        # A full cache is read with the new tokens in it, a ring before they overwrite the old ones.
-        past = state if state is None or self.config.window is not None else after
+        # A ring loses tokens that the first new ones still read; one new token reads none of those.
+        read_after = self.config.window is None or (T == 1 and cu_seqlens is None)
+        after = None
+        if need_state or (read_after and state is not None):
+            after = self._extend(state, k, v, place, cu_seqlens)
+        past = after if read_after and state is not None else state
         if cu_seqlens is None:
-            o = self._attend(q, k, v, past, position)
+            o = self._attend(q, k, v, past, position, read_after)
         else:
             o = self._attend_packed(q, k, v, past, position, cu_seqlens)  # pyright: ignore
         y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
@@ -130,12 +133,9 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         v: Tensor,
         place: cache.Place,
         cu_seqlens: Tensor | None,
-        need_state: bool,
-    ) -> SoftmaxState | None:
-        """The state with the new tokens, where it is asked for or read."""
+    ) -> SoftmaxState:
+        """The state with the new tokens."""
         full = self.config.window is None
-        if not need_state and (state is None or not full):
-            return None
         if full and state is None and cu_seqlens is None:
             return cache.start(k, v)
         if state is None:
@@ -143,14 +143,25 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         return (cache.append if full else cache.turn)(state, k, v, place)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, past: SoftmaxState | None, position: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: SoftmaxState | None,
+        position: Tensor,
+        holds_new: bool,
     ) -> Tensor:
-        """Rows [B, T, ...] after ``position`` [B] earlier tokens -> [B, T, H, K]."""
+        """Rows [B, T, ...] after ``position`` [B] earlier tokens -> [B, T, H, K].
+
+        ``holds_new``: whether the new tokens stand in ``past`` already.
+        """
         if past is None:
             return attend(q, k, v, self.config.window)
-        if past.filled is None:
+        if not holds_new:
             k_past, v_past = (cache.in_order(ring, position) for ring in (past.k, past.v))
             return attend_after_window(q, k, v, k_past, v_past, position)
+        if past.filled is None:  # one token, and the order of a ring does not matter to it
+            return attend_to_cache(q, past.k, past.v, position.clamp_max(past.k.shape[1] - 1))
         used = int(past.filled.max())
         return attend_to_cache(q, past.k[:, :used], past.v[:, :used], position)
 
@@ -170,7 +181,8 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         rows = zip(*(batches.split(x[0]) for x in (q, k, v)), batches.documents, strict=True)
         for q_n, k_n, v_n, documents in rows:
             before = None if past is None else select(past, documents)
-            outputs.append(self._attend(q_n, k_n, v_n, before, position[documents]))
+            o = self._attend(q_n, k_n, v_n, before, position[documents], self.config.window is None)
+            outputs.append(o)
         return batches.join(outputs).unsqueeze(0) if outputs else q
 
 
