@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from gla.ops.decay import Factors, Levels, factors, floor_of, mild_gate_grad, shared
-from gla.ops.heads import gate_as_4d, gate_grad, wide_dtype
+from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
 from gla.ops.layout import Layout, Segment, boundaries
 from gla.ops.memory import Buffers, empty
 from gla.ops.once import refuse_double_backward, save_nothing
@@ -75,21 +75,6 @@ class _Scan(NamedTuple):
 
     states: Tensor
     updates: Tensor
-
-
-def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the matrix products of inputs of this dtype read and write.
-
-    bf16 where the device multiplies it natively (their sums are fp32 inside a product); states and
-    factors stay fp32, and so does the whole backward pass of a gate that needs a gradient. fp16 is
-    computed in fp32: its range is too small for the factors.
-    """
-    if dtype != torch.bfloat16:
-        return wide_dtype(dtype)
-    native = device.type == "cuda" or (
-        device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    )
-    return torch.bfloat16 if native else torch.float32
 
 
 def _load(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) -> _Tiles:

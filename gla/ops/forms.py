@@ -61,7 +61,6 @@ def resolve(
     return "recurrent" if tokens == 1 else "torch"
 
 
-@torch.compiler.assume_constant_result
 def _no_kernels(
     device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], dims: tuple[int, int]
 ) -> str | None:
@@ -76,6 +75,10 @@ def _no_kernels(
             )
         return message
     return kernels.refusal(device, *dtypes, *dims)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, a second.
+_no_kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _triton(

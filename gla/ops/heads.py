@@ -1,4 +1,4 @@
-"""Grouped heads and the shapes of log_decay, in one layout. Sizes: see gated_linear_attention."""
+"""Grouped heads, shapes of log_decay, dtypes of the work. Sizes: see gated_linear_attention."""
 
 from __future__ import annotations
 
@@ -37,3 +37,18 @@ def gate_grad(grad: Tensor, log_decay: Tensor) -> Tensor:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 stays; everything narrower is computed and accumulated in fp32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the matrix products of inputs of this dtype read and write.
+
+    bf16 where the device multiplies it natively (their sums are fp32 inside a product); states and
+    factors stay fp32, and so does the whole backward pass of a gate that needs a gradient. fp16 is
+    computed in fp32: its range is too small for the factors.
+    """
+    if dtype != torch.bfloat16:
+        return wide_dtype(dtype)
+    native = device.type == "cuda" or (
+        device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    )
+    return torch.bfloat16 if native else torch.float32
