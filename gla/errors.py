@@ -1,4 +1,4 @@
-"""The errors users meet. Each message is one line: ``<field or file>: got X, expected Y; fix Z``."""
+"""The errors users meet, each one line: ``<field or file>: got X, expected Y; fix Z``."""
 
 
 class GlaError(Exception):

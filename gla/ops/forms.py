@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -28,13 +27,11 @@ def resolve(
     device: torch.device | None = None,
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
     dims: tuple[int, int] = (64, 64),
-    chunk_size: int | None = None,
 ) -> str:
     """The form that ``impl`` stands for.
 
-    "auto" is "triton" on a GPU where Triton is installed and its kernels take the call (sm_80 or
-    later, not fp64, K and V up to 256, no chunk size asked for); elsewhere "recurrent" for one
-    token (decoding) and "torch" for more.
+    "auto" is "recurrent" for one token (decoding) and "torch" for more, on every device. The Triton
+    kernels run when named: they have been proven in Triton's interpreter, not yet on a GPU.
 
     Args:
         impl: one of IMPLS.
@@ -42,7 +39,6 @@ def resolve(
         device: of the tensors; a CPU if None.
         dtypes: of q (and k), and of v.
         dims: K and V.
-        chunk_size: as the user gave it.
 
     Raises:
         ValueError: an unknown impl, or "triton" where its kernels do not take the call.
@@ -56,8 +52,6 @@ def resolve(
             raise ValueError(f"impl: got 'triton', expected {reason}; fix impl='torch'")
     if impl != "auto":
         return impl
-    if device.type == "cuda" and chunk_size is None and _no_kernels(device, dtypes, dims) is None:
-        return "triton"
     return "recurrent" if tokens == 1 else "torch"
 
 
@@ -68,12 +62,7 @@ def _no_kernels(
     try:
         kernels = importlib.import_module("gla_kernels.ops")
     except ImportError as reason:
-        message = f"Triton to be installed ({reason})"
-        if device.type == "cuda":
-            warnings.warn(
-                f"impl: the GPU's kernels need {message}; the torch form runs", stacklevel=2
-            )
-        return message
+        return f"Triton to be installed ({reason})"
     return kernels.refusal(device, *dtypes, *dims)
 
 
@@ -100,7 +89,7 @@ def _triton(
 def choose(impl: str, q: Tensor, v: Tensor, chunk_size: int | None, causal: bool) -> Form:
     """Return the function that computes this call, or raise ValueError naming the option."""
     dims = (q.shape[-1], v.shape[-1])
-    form = resolve(impl, q.shape[1], q.device, (q.dtype, v.dtype), dims, chunk_size)
+    form = resolve(impl, q.shape[1], q.device, (q.dtype, v.dtype), dims)
     if chunk_size is not None and impl in ("recurrent", "triton"):
         fix = "recurrent has no chunks" if impl == "recurrent" else "triton sizes its own"
         raise ValueError(f"chunk_size: got {chunk_size}, expected None; fix impl ({fix})")

@@ -21,6 +21,18 @@ def whole_sequence(
 
     Shapes as in ``gated_linear_attention``; the products run in fp32 or wider.
     """
+    with torch.autocast(q.device.type, enabled=False):
+        return _whole_sequence(q, k, v, state, cu_seqlens, scale)
+
+
+def _whole_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     H, wide = q.shape[2], wide_dtype(q.dtype)
     dtype = v.dtype
     q, k, v = (expand_heads(x, H).to(wide) for x in (q, k, v))

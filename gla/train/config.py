@@ -200,7 +200,12 @@ def load_recipe(path: str | Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     Raises:
         ConfigError: The file is missing or no TOML, or anything in it is wrong: all faults at once.
     """
-    return build(apply_overrides(read_toml(path), overrides))
+    overrides = list(overrides)
+    tables = apply_overrides(read_toml(path), overrides)
+    named = {key for key, _ in overrides}
+    if "data.path" in named and "data.sources" not in named:
+        tables["data"].pop("sources", None)  # they are what the recipe's own path holds
+    return build(tables)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

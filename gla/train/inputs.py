@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from gla.data.prepare import prepare
+from gla.data.prepare import prepare, training_documents
 from gla.data.shards import TokenDataset, check_disjoint
 from gla.data.tokenizer import Tokenizer
 from gla.errors import ConfigError, DataError
@@ -103,7 +103,11 @@ def open_or_prepare(config: DataConfig, note: Callable[[str], None]) -> Inputs:
     if config.sources and not is_prepared(config):
         with tempfile.TemporaryDirectory(prefix="gla-tokenizer-") as tokenizer:
             note(f"training a tokenizer of {config.vocab_size} on {', '.join(config.sources)}")
-            Tokenizer.train(config.sources, config.vocab_size, tokenizer)
+            Tokenizer.train(
+                training_documents(config.sources, config.val_fraction),
+                config.vocab_size,
+                tokenizer,
+            )
             prepare(
                 config.sources,
                 tokenizer,

@@ -288,7 +288,7 @@ class Trainer:
             self.inputs.tokenizer.piece_bytes,
             seq_len=seq_len,
             batch_size=max(1, config.train.rows * config.train.seq_len // seq_len),
-            batches=config.eval.batches,
+            batches=0 if self.step == config.train.steps else config.eval.batches,
             precision=self.precision,
         )
         monitor.record(
@@ -315,8 +315,14 @@ class Trainer:
         checkpoint.prune(folder.parent, self.config.checkpoint.keep)
 
     def _check_same(self, folder: Path) -> None:
-        """Refuse a checkpoint of another architecture, other data or another tokenizer."""
-        old, new = build(read_toml(folder / "config.toml")).model, self.config.model
+        """Refuse a checkpoint of another architecture, optimizer, data or tokenizer."""
+        saved = build(read_toml(folder / "config.toml"))
+        if saved.optim.kind != self.config.optim.kind:
+            raise CheckpointError(
+                f"optim.kind: got {self.config.optim.kind!r}, expected {saved.optim.kind!r}, whose "
+                f"moments {folder} holds; fix the option or start a new run"
+            )
+        old, new = saved.model, self.config.model
         if old != new:
             before, after = old.model_dump(), new.model_dump()
             changed = [
