@@ -33,7 +33,13 @@ def doctor(*, json: bool = False) -> int:
     Args:
         json: Print one JSON object instead of text.
     """
-    facts = {"versions": versions(), "devices": devices(), "forms": forms(), "compiler": compiler()}
+    facts = {
+        "versions": versions(),
+        "devices": devices(),
+        "forms": forms(),
+        "no_triton": no_triton(),
+        "compiler": compiler(),
+    }
     if json:
         print_json(facts)
         return 0
@@ -48,6 +54,8 @@ def doctor(*, json: bool = False) -> int:
         where = f"{row['device']} {row['dtype']}, {row['tokens']}"
         check = f"off by {row['error']:.0e}" if row["error"] is not None else row["fault"]
         print(f"  {where:<32} {row['form']:<10} {_WHY[row['form']]} ({check})")
+    for device, reason in facts["no_triton"].items():
+        print(f"  {f'{device}, Triton named':<32} refused: {reason}")
     print(f"C++ compiler for torch.compile on the CPU\n  {facts['compiler'] or 'none found'}")
     return 0
 
@@ -94,13 +102,28 @@ def forms() -> list[dict[str, Any]]:
     from gla.ops.forms import resolve
 
     rows = []
-    for device in devices():
+    for device in map(torch.device, devices()):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for tokens, what in ((1, "one token"), (96, "more tokens")):
-                row = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
-                row |= {"tokens": what, "form": resolve("auto", tokens)}
-                rows.append(row | _try(torch.device(device), dtype, tokens))
+                row = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+                row |= {"tokens": what, "form": resolve("auto", tokens, device, (dtype, dtype))}
+                rows.append(row | _try(device, dtype, tokens))
     return rows
+
+
+def no_triton() -> dict[str, str]:
+    """Return, for each device on which the Triton kernels do not run, what a call is told."""
+    import torch
+
+    from gla.ops.forms import resolve
+
+    reasons = {}
+    for device in devices():
+        try:
+            resolve("triton", 96, torch.device(device))
+        except ValueError as reason:
+            reasons[device] = str(reason)
+    return reasons
 
 
 def _try(device: Any, dtype: Any, tokens: int) -> dict[str, Any]:

@@ -122,7 +122,12 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         if cu_seqlens is None:
             o = self._attend(q, k, v, past, position, read_after)
         else:
-            o = self._attend_packed(q, k, v, past, position, cu_seqlens)  # pyright: ignore
+            # Lengths of documents decide the shapes there. As a decorator this would import the
+            # compiler, and with it Triton, wherever a model is imported.
+            attend_packed = self._attend_packed
+            if torch.compiler.is_compiling():
+                attend_packed = torch.compiler.disable(attend_packed)  # pyright: ignore
+            o = attend_packed(q, k, v, past, position, cu_seqlens)
         y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
         return y, after if need_state else None
 
@@ -165,7 +170,6 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         used = int(past.filled.max())
         return attend_to_cache(q, past.k[:, :used], past.v[:, :used], position)
 
-    @torch.compiler.disable  # lengths of documents decide the shapes
     def _attend_packed(
         self,
         q: Tensor,
