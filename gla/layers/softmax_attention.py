@@ -127,7 +127,7 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
             attend_packed = self._attend_packed
             if torch.compiler.is_compiling():
                 attend_packed = torch.compiler.disable(attend_packed)  # pyright: ignore
-            o = attend_packed(q, k, v, past, position, cu_seqlens)
+            o = attend_packed(q, k, v, past, position, cu_seqlens)  # pyright: ignore
         y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
         return y, after if need_state else None
 

@@ -53,8 +53,10 @@ class Call:
         self.config: Config = config_for(self.device, self.K, self.V, self.wide)
         self.L = segment or segment_length(self.device, self.config, self.B, self.T, self.H, self.V)
         self.q, self.k, self.v = (_rows(x, self.config.C) for x in (q, k, v))
-        self.g = None if log_decay is None else _rows(_gate_as_4d(log_decay, q), self.config.C)
-        self.channels = self.g is not None and self.g.shape[-1] == self.K and log_decay.dim() == 4
+        self.g, self.channels = None, False
+        if log_decay is not None:
+            self.g = _rows(_gate_as_4d(log_decay, q), self.config.C)
+            self.channels = self.g.shape[-1] == self.K and log_decay.dim() == 4
         self.gate = 0 if self.g is None else (2 if self.channels else 1)
         self.product = torch.float32 if self.wide else torch.bfloat16
         exact_gates = self.g is not None and self.g.dtype == torch.bfloat16
@@ -192,7 +194,7 @@ def backward(
     dk = torch.empty(call.q.shape, dtype=_grad_dtype(call.k, call.H), device=call.q.device)
     dg = None
     if call.g is not None:
-        blocks = triton.cdiv(call.K, call.config.grad_BK)
+        blocks = -(-call.K // call.config.grad_BK)
         size = (*call.q.shape[:3], call.K if call.channels else blocks)
         dtype = _grad_dtype(call.g, call.H) if call.channels else torch.float32
         dg = torch.empty(size, dtype=dtype, device=call.q.device)
@@ -208,7 +210,7 @@ def _rows(x: Tensor, C: int) -> Tensor:
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if x is None else x.stride()[:3]
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def _gate_as_4d(log_decay: Tensor, q: Tensor) -> Tensor:

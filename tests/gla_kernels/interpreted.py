@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +103,7 @@ def run(
     """Error over limit of o, the final state and every gradient, both of them in the loss."""
     from gla_kernels.ops import chunkwise
 
-    sizes = dict(batch=1, tokens=100, heads=2, key_dim=32, value_dim=32) | keywords
+    sizes: dict[str, Any] = dict(batch=1, tokens=100, heads=2, key_dim=32, value_dim=32) | keywords
     sequences = None if offsets is None else len(offsets) - 1
     inputs = make_inputs(**sizes, sequences=sequences)
     dtypes = [inputs.q.dtype]
