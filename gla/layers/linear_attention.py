@@ -26,6 +26,7 @@ from gla.layers.mixer import Mixer, MixerConfig
 from gla.layers.norms import RMSNorm
 from gla.layers.short_convolution import ShortConvolution
 from gla.ops.gated_linear_attention import gated_linear_attention
+from gla.ops.validation import MAX_HEAD_DIM
 from gla.state import LinearState
 
 Count = Annotated[int, Field(ge=1)]
@@ -96,6 +97,11 @@ class LinearAttention(Mixer[LinearAttentionState]):
         self.key_dim = head_dim("key_dim", config.key_dim or d_model // 2, H)
         self.value_dim = head_dim("value_dim", config.value_dim or d_model, H)
         check_groups(H, G)
+        for field, size in (("key_dim", self.key_dim), ("value_dim", self.value_dim)):
+            if size > MAX_HEAD_DIM:
+                raise ConfigError(
+                    f"{field}: got {size} a head, expected at most {MAX_HEAD_DIM}; fix num_heads"
+                )
         if config.normalize and not FEATURE_MAPS[config.feature_map].positive:
             good = ", ".join(name for name, m in FEATURE_MAPS.items() if m.positive)
             raise ConfigError(

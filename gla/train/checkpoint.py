@@ -27,9 +27,19 @@ from torch import Tensor, nn
 
 from gla import storage
 from gla.errors import CheckpointError
+from gla.train.config import RunConfig, build, read_toml
 
 FORMAT = 1
 _LISTED = 10  # faults of a kind that a message names
+
+# What a run keeps for good: moments belong to an optimizer, and a place in the data to how its
+# samples are cut, ordered and counted.
+_FIXED = (
+    ("optim", "kind"),
+    ("train", "seq_len"),
+    ("train", "global_batch_size"),
+    ("train", "seed"),
+)
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -172,6 +182,45 @@ def _named_once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(place)
         kept[name] = tensor.contiguous()
     return kept
+
+
+def check_same(folder: Path, config: RunConfig, fingerprints: Mapping[str, str]) -> None:
+    """Refuse to go on from a checkpoint of another architecture, order of the data or text.
+
+    Args:
+        folder: The checkpoint.
+        config: What training is to go on with.
+        fingerprints: Of the data and the tokenizer at hand.
+
+    Raises:
+        CheckpointError: Names what differs.
+    """
+    saved = build(read_toml(folder / "config.toml"))
+    for section, key in _FIXED:
+        before, now = (getattr(getattr(c, section), key) for c in (saved, config))
+        if before != now:
+            raise CheckpointError(
+                f"{section}.{key}: got {now!r}, expected {before!r} as in {folder}; fix the "
+                "option or start a new run"
+            )
+    if saved.model != config.model:
+        before, after = saved.model.model_dump(), config.model.model_dump()
+        changed = [
+            f"model.{key}: got {after[key]!r}, expected {before[key]!r}"
+            for key in before
+            if before[key] != after.get(key)
+        ]
+        raise CheckpointError(
+            f"{folder}: belongs to another architecture; {'; '.join(changed)}; "
+            "fix the recipe or start a new run"
+        )
+    for name, expected in read_facts(folder)["data"].items():
+        if fingerprints[name] != expected:
+            raise CheckpointError(
+                f"data.path ({name}): got fingerprint {fingerprints[name][:12]}…, expected "
+                f"{expected[:12]}…, which this run was trained on; fix by restoring the data "
+                "or starting a new run"
+            )
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

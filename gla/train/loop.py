@@ -173,7 +173,7 @@ class Trainer:
                 raise CheckpointError("\n".join([f"{parent}: got no valid checkpoint", *skipped]))
             self.notes.append("no checkpoint was written yet: starting at step 0")
             return
-        self._check_same(folder)
+        checkpoint.check_same(folder, self.config, self.inputs.fingerprints)
         checkpoint.put_aside_newer(parent, folder)
         facts = checkpoint.load(folder, self.model, self.optimizer)
         self.step, self.tokens = facts["step"], facts["tokens"]
@@ -313,35 +313,6 @@ class Trainer:
         folder = checkpoint.folder_of(run, self.step)
         checkpoint.save(folder, self.model, self.optimizer, facts, self.config.to_toml())
         checkpoint.prune(folder.parent, self.config.checkpoint.keep)
-
-    def _check_same(self, folder: Path) -> None:
-        """Refuse a checkpoint of another architecture, optimizer, data or tokenizer."""
-        saved = build(read_toml(folder / "config.toml"))
-        if saved.optim.kind != self.config.optim.kind:
-            raise CheckpointError(
-                f"optim.kind: got {self.config.optim.kind!r}, expected {saved.optim.kind!r}, whose "
-                f"moments {folder} holds; fix the option or start a new run"
-            )
-        old, new = saved.model, self.config.model
-        if old != new:
-            before, after = old.model_dump(), new.model_dump()
-            changed = [
-                f"model.{key}: got {after[key]!r}, expected {before[key]!r}"
-                for key in before
-                if before[key] != after.get(key)
-            ]
-            raise CheckpointError(
-                f"{folder}: belongs to another architecture; {'; '.join(changed)}; "
-                "fix the recipe or start a new run"
-            )
-        got = self.inputs.fingerprints
-        for name, expected in checkpoint.read_facts(folder)["data"].items():
-            if got[name] != expected:
-                raise CheckpointError(
-                    f"data.path ({name}): got fingerprint {got[name][:12]}…, expected "
-                    f"{expected[:12]}…, which this run was trained on; fix by restoring the data "
-                    "or starting a new run"
-                )
 
     def _describe(self, monitor: Monitor) -> None:
         """Say once what was resolved."""

@@ -8,6 +8,7 @@ is lost at every token.
 from __future__ import annotations
 
 import fnmatch
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,6 +105,16 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     return MuonAdamW(
         torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn="match_rms_adamw"), adamw
     )
+
+
+def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the moments to come, fp32 like the weights: two for AdamW, one for Muon."""
+
+    def size(groups: list[dict[str, Any]]) -> int:
+        return sum(p.numel() * p.element_size() for group in groups for p in group["params"])
+
+    muon = size(optimizer.parts[0].param_groups) if isinstance(optimizer, MuonAdamW) else 0
+    return 2 * size(optimizer.param_groups) - muon
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -13,10 +13,9 @@ from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
 from gla.train.device import autocast, resolve_device, resolve_precision
 from gla.train.inputs import is_prepared, tokenizer_of, with_vocab_size
+from gla.train.optim import build_optimizer, moment_bytes
 
-# Gradients and AdamW's two moments stand beside the weights, all in fp32.
-_COPIES = 4
-_PROBE_TOKENS = 256
+_PROBE_TOKENS = (128, 256)
 
 
 def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
@@ -25,7 +24,7 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
     Returns:
         ``parameters``, ``tokens_per_step``, ``tokens`` (of the whole run), ``precision``,
         ``weights_bytes`` (with gradients and moments), ``activation_bytes`` (what a micro-batch
-        keeps for its backward pass, measured on a short row and scaled),
+        keeps for its backward pass, measured on two short rows and extended),
         ``checkpoint_bytes``, ``decode_state_bytes`` (of one sequence), ``data`` (path, whether it
         is prepared, sources) and ``layers``.
     """
@@ -36,7 +35,11 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
     config = with_vocab_size(config, size)
     model, train = LanguageModel(config.model), config.train
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    per_token = _saved_bytes_per_token(model, min(train.seq_len, _PROBE_TOKENS), precision)
+    moments = moment_bytes(build_optimizer(model, config.optim))
+    # Some of it does not grow with the tokens: the head's gradient, made in the forward pass.
+    a, b = _PROBE_TOKENS
+    short, long = (_saved_bytes(model, length, precision) for length in (a, b))
+    activations = long + (long - short) / (b - a) * (train.rows * train.seq_len - b)
     return {
         "parameters": model.num_parameters(),
         "layers": list(config.model.layers),
@@ -44,9 +47,9 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
         "precision": precision,
         "tokens_per_step": train.global_batch_size * train.seq_len,
         "tokens": train.steps * train.global_batch_size * train.seq_len,
-        "weights_bytes": _COPIES * weights,
-        "activation_bytes": round(per_token * train.rows * train.seq_len),
-        "checkpoint_bytes": (_COPIES - 1) * weights,
+        "weights_bytes": 2 * weights + moments,
+        "activation_bytes": max(0, round(activations)),
+        "checkpoint_bytes": weights + moments,
         "decode_state_bytes": states.nbytes(model.init_state(1)),
         "data": {
             "path": config.data.path,
@@ -77,8 +80,8 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _saved_bytes_per_token(model: LanguageModel, length: int, precision: str) -> float:
-    """Measure what a forward pass keeps for the backward pass, per token, weights left out."""
+def _saved_bytes(model: LanguageModel, length: int, precision: str) -> int:
+    """Measure what a forward pass of one row keeps for the backward pass, weights left out."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
     kept = []  # storages must live until all are counted, or an address could come twice
@@ -96,4 +99,4 @@ def _saved_bytes_per_token(model: LanguageModel, length: int, precision: str) ->
         autocast(torch.device("cpu"), precision),
     ):
         model.loss(tokens, tokens, reduction="sum")
-    return sum(saved.values()) / length
+    return sum(saved.values())

@@ -205,6 +205,7 @@ def test_what_stands_there_is_left_alone(tmp_path: Path, tokenizer_dir: Path) ->
     out.mkdir()
     (out / "precious.txt").write_text("mine")
     refused("holds something", out, tmp_path / "text", tokenizer_dir, out)
+    assert files_of(out) == {"precious.txt": b"mine"}
     (out / "precious.txt").unlink()
     prepare(tmp_path / "text", tokenizer_dir, out)  # an empty folder is fine
     refused("holds something", out, tmp_path / "text", tokenizer_dir, out)

@@ -155,3 +155,9 @@ def test_checked_mode_names_a_nan(make):
 def test_wrong_options_say_what_is_wrong(make, table, message):
     with pytest.raises(ConfigError, match=message):
         make({"kind": "linear_attention", **table})
+
+
+def test_a_head_that_no_form_takes_is_refused_when_built() -> None:
+    with pytest.raises(ConfigError, match="value_dim: got 1024 a head, expected at most 512"):
+        LinearAttention(1024, LinearAttentionConfig(num_heads=1, key_dim=512))
+    assert LinearAttention(512, LinearAttentionConfig(num_heads=1)).value_dim == 512

@@ -148,3 +148,18 @@ def test_a_disk_that_fails_keeps_the_older_checkpoint(
         checkpoint.save(tmp_path / "step-2", model, optimizer, {}, "")
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
     storage.verify_folder(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"optim__kind": "muon"}, "optim.kind: got 'muon', expected 'adamw'"),
+        ({"train__seed": 5}, "train.seed: got 5, expected 0"),
+        ({"train__seq_len": 32}, "train.seq_len: got 32, expected 64"),
+        ({"train__global_batch_size": 2}, "train.global_batch_size: got 2, expected 4"),
+    ],
+)
+def test_what_a_run_keeps_for_good_cannot_change(tmp_path, recipe, change, words) -> None:
+    (tmp_path / "config.toml").write_text(recipe().to_toml())
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.check_same(tmp_path, recipe(**change), {})

@@ -73,3 +73,28 @@ def test_a_dry_run_is_close_to_what_a_checkpoint_takes(tmp_path: Path, recipe: R
     folder = tmp_path / "run/checkpoints/step-00000006"
     size = sum(p.stat().st_size for p in folder.iterdir())
     assert math.isclose(figures["checkpoint_bytes"], size, rel_tol=0.1)
+
+
+def test_a_large_vocabulary_does_not_count_by_the_token(recipe: Recipe) -> None:
+    """The head's gradient, as large as the head, is kept once however long the row is."""
+    short, long = (
+        plan(recipe(data__path="absent", data__vocab_size=32_000, train__seq_len=n), "cpu")
+        for n in (256, 4096)
+    )
+    head = 4 * 32_000 * 32
+    assert short["activation_bytes"] > head
+    grown = long["activation_bytes"] - short["activation_bytes"]
+    kept_a_token = (short["activation_bytes"] - head) / (256 * 4)
+    assert grown == pytest.approx(kept_a_token * (4096 - 256) * 4, rel=0.35)
+
+
+def test_muon_keeps_fewer_moments(recipe: Recipe) -> None:
+    adamw, muon = (plan(recipe(optim__kind=kind), "cpu") for kind in ("adamw", "muon"))
+    model = LanguageModel(with_vocab_size(recipe(), 300).model)
+    maps = sum(
+        p.numel() * 4
+        for n, p in model.named_parameters()
+        if "proj.weight" in n and "gate.up" not in n
+    )
+    assert adamw["weights_bytes"] - muon["weights_bytes"] == maps
+    assert adamw["checkpoint_bytes"] - muon["checkpoint_bytes"] == maps
