@@ -188,7 +188,7 @@ def _forward(
     saved = q.new_zeros(boundaries(q, V, cu_seqlens, chunk_size), B, H, K, V, dtype=wide)
     o = empty((B, T, H, V), v.dtype, v.device)
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
-    work = Buffers(wide, product_dtype(v.dtype, q.device), q.device)
+    work = Buffers(wide, product_dtype(q, v), q.device)
     with torch.autocast(q.device.type, enabled=False):
         S = q.new_empty(0, dtype=wide)
         for s in layout.segments:
@@ -237,7 +237,7 @@ def _backward(
     grad_initial = grad_final.clone()
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
     grads = [empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
-    product = product_dtype(v.dtype, q.device)
+    product = product_dtype(q, v)
     if log_decay is not None and need_gate:
         grads.append(empty(tuple(inputs[3].shape), wide, q.device))
         # A gate's gradient is what is left of sums over the chunk: rounded to bf16, they would show

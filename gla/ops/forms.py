@@ -88,6 +88,12 @@ def _triton(
 
 def choose(impl: str, q: Tensor, v: Tensor, chunk_size: int | None, causal: bool) -> Form:
     """Return the function that computes this call, or raise ValueError naming the option."""
+    for name, value, wanted in (("impl", impl, "auto"), ("chunk_size", chunk_size, None)):
+        if not causal and value != wanted:
+            raise ValueError(
+                f"{name}: got {value!r}, expected {wanted!r} with causal=False, which has "
+                f"one way to be computed; fix {name}"
+            )
     dims = (q.shape[-1], v.shape[-1])
     form = resolve(impl, q.shape[1], q.device, (q.dtype, v.dtype), dims)
     if chunk_size is not None and impl in ("recurrent", "triton"):

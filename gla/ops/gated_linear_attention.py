@@ -66,9 +66,12 @@ def gated_linear_attention(
             exact reset: nothing before t is read after it.
         scale: factor on the output, K**-0.5 by default; ignored when ``normalize``.
         normalize: divide by the normalizer z^T q, floored at 1e-6. Meant for positive feature maps.
+            Where one token has all the weight, o is its value and the gradients of q and k are
+            zero but for the last bit of o: use fp64 if you need them there.
         initial_state: of N sequences, fp32 (fp64 for fp64 inputs); zero if None.
         cu_seqlens: [N+1] int32 or int64 offsets of documents packed into one row (B = 1).
-        causal: False lets every position read the state of the whole sequence; gates are refused.
+        causal: False lets every position read the state of the whole sequence; gates, chunk_size
+            and a named impl are refused.
         chunk_size: tokens a chunk of the chunked forms, a power of two from 16 to 256; the form's
             own choice if None. The recurrent form has no chunks and refuses it.
         impl: "auto", "recurrent", "torch" or "triton"; ``gla.ops.forms`` states the rule of "auto".

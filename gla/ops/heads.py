@@ -39,16 +39,18 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the matrix products of inputs of this dtype read and write.
+def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
+    """What the matrix products of q [B, T, H, K] and v [B, T, G, V] read and write.
 
     bf16 where the device multiplies it natively (their sums are fp32 inside a product); states and
-    factors stay fp32, and so does the whole backward pass of a gate that needs a gradient. fp16 is
-    computed in fp32: its range is too small for the factors.
+    factors stay fp32. fp16 is computed in fp32: its range is too small for the factors. So are bf16
+    calls of fewer than 16 tokens, keys or values: there is no time to win, and too little is summed
+    for the roundings to average out.
     """
-    if dtype != torch.bfloat16:
-        return wide_dtype(dtype)
-    native = device.type == "cuda" or (
-        device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    small = min(q.shape[1], q.shape[3], v.shape[3]) < 16
+    if v.dtype != torch.bfloat16 or small:
+        return wide_dtype(v.dtype)
+    native = v.device.type == "cuda" or (
+        v.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     )
     return torch.bfloat16 if native else torch.float32

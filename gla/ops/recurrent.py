@@ -1,7 +1,12 @@
 """The recurrent form: one token after another. Decoding on any device, and the reference.
 
-Memory is constant in T forward. Backward recomputes the states of ``_BLOCK`` tokens at a time from
-the block's start, so it holds T / _BLOCK + _BLOCK states, not T. Sizes: see gated_linear_attention.
+A single token is computed in fp32 (fp64 for fp64 inputs). More are computed in fp64 where the
+device has it and rounded once at the end: in fp32 a sum over 65,536 tokens, or a gate near 1 that
+is rounded the same way at each of them, loses digits that the chunkwise form keeps.
+
+The state's memory is constant in T forward. Backward recomputes the states of ``_BLOCK`` tokens at
+a time from the block's start, so it holds T / _BLOCK + _BLOCK states, not T. Sizes: see
+gated_linear_attention.
 """
 
 from __future__ import annotations
@@ -40,10 +45,16 @@ def _sequences(T: int, rows: int, cu_seqlens: Tensor | None) -> list[tuple[slice
     return [(slice(n, n + 1), slice(ends[n], ends[n + 1])) for n in range(len(ends) - 1)]
 
 
+def _work_dtype(q: Tensor) -> torch.dtype:
+    """dtype of all arithmetic on q [B, T, H, K] and what goes with it."""
+    exact = q.shape[1] > 1 and q.device.type != "mps"
+    return torch.float64 if exact else wide_dtype(q.dtype)
+
+
 def _widened(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
-    """Inputs in fp32 or wider with H heads, and the gate exp(g) [B, T, H, 1 or K] or None."""
+    """Inputs in the work's dtype with H heads, and the gate exp(g) [B, T, H, 1 or K] or None."""
     B, T, H, _ = q.shape
-    wide = wide_dtype(q.dtype)
+    wide = _work_dtype(q)
     q, k, v = (expand_heads(x, H).to(wide) for x in (q, k, v))
     if log_decay is None:
         return q, k, v, None
@@ -81,7 +92,7 @@ def _forward(
     with torch.autocast(q.device.type, enabled=False):
         qw, kw, vw, gate = _widened(q, k, v, log_decay)
         for rows, tokens in _sequences(T, B, cu_seqlens):
-            S = final[rows]
+            S = final[rows].to(qw.dtype)
             for t in range(tokens.start, tokens.stop):
                 S = _step(S, kw[:, t], vw[:, t], None if gate is None else gate[:, t])
                 o[:, t] = torch.matmul(qw[:, t].unsqueeze(-2), S).squeeze(-2) * scale
@@ -118,8 +129,8 @@ def _backward(
         grads = [torch.empty_like(x) for x in (qw, kw, vw)]
         grad_g = None if gate is None else torch.empty_like(gate)
         for rows, tokens in _sequences(T, B, cu_seqlens):
-            dS = grad_state[rows]
-            starts = _block_starts(tokens, start[rows], kw, vw, gate)
+            dS = grad_state[rows].to(qw.dtype)
+            starts = _block_starts(tokens, start[rows].to(qw.dtype), kw, vw, gate)
             for first, S in reversed(starts):
                 block = slice(first, min(first + _BLOCK, tokens.stop))
                 dS = _block_backward(block, S, dS, qw, kw, vw, gate, do, grads, grad_g)

@@ -1,4 +1,4 @@
-"""Wrong input: one line that names the tensor, what came and what was expected (rows 52-60)."""
+"""Wrong input: one line that names the tensor, what came and what was expected."""
 
 from __future__ import annotations
 
@@ -165,6 +165,16 @@ def test_unknown_impl_lists_the_known() -> None:
         gla.gated_linear_attention(**_good(), impl="flash")
     for known in ("auto", "recurrent", "torch", "triton"):
         assert known in str(raised.value)
+
+
+@pytest.mark.parametrize("option", [{"impl": impl} for impl in IMPLS] + [{"chunk_size": 32}])
+def test_options_of_the_forms_are_refused_where_there_is_one_way(option: dict[str, Any]) -> None:
+    """causal=False is two products for every form; a named one would be ignored."""
+    arguments = {**_good(causal=False), "log_decay": None}
+    gla.gated_linear_attention(**arguments)
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"^{name}: got .*, expected .* causal=False"):
+        gla.gated_linear_attention(**arguments, **option)
 
 
 def test_a_named_form_is_refused_with_its_reason() -> None:

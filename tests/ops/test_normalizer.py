@@ -102,45 +102,40 @@ def test_long_sums_of_positive_features(impl: str, dtype: torch.dtype) -> None:
 # --- causal=False -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("state", [False, True], ids=["cold", "warm"])
-def test_whole_sequence(impl: str, normalize: bool, state: bool) -> None:
+def test_whole_sequence(normalize: bool, state: bool) -> None:
     for dtype in DTYPES:
         inputs = make_inputs(
             2, 37, 6, 8, 4, kv_heads=3, gate="none", positive=normalize,
             normalizer=normalize, state=state, dtype=dtype,
         )  # fmt: skip
-        check(inputs, impl, causal=False, normalize=normalize)
+        check(inputs, "auto", causal=False, normalize=normalize)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_whole_sequence_gradients(impl: str, loss: str) -> None:
+def test_whole_sequence_gradients(loss: str) -> None:
     inputs = make_inputs(2, 37, 3, 8, 4, gate="none", dtype=torch.float64)
-    check(inputs, impl, causal=False, loss=loss, scale=0.3)
+    check(inputs, "auto", causal=False, loss=loss, scale=0.3)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 65])
-def test_whole_sequence_lengths(impl: str, tokens: int) -> None:
-    check(make_inputs(2, tokens, 3, 8, 4, gate="none", dtype=torch.float64), impl, causal=False)
+def test_whole_sequence_lengths(tokens: int) -> None:
+    check(make_inputs(2, tokens, 3, 8, 4, gate="none", dtype=torch.float64), "auto", causal=False)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_whole_documents_of_a_pack(impl: str) -> None:
+def test_whole_documents_of_a_pack() -> None:
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(1, 40, 2, 8, 6, gate="none", sequences=5, dtype=dtype)
-        check(inputs, impl, causal=False, cu_seqlens=torch.tensor([0, 0, 3, 4, 20, 40]))
+        check(inputs, "auto", causal=False, cu_seqlens=torch.tensor([0, 0, 3, 4, 20, 40]))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_permuting_tokens_permutes_the_output(impl: str) -> None:
+def test_permuting_tokens_permutes_the_output() -> None:
     inputs = make_inputs(1, 30, 2, 8, 6, gate="none", dtype=torch.float64)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return gla.gated_linear_attention(q, k, v, causal=False, impl=impl).o
+        return gla.gated_linear_attention(q, k, v, causal=False).o
 
     permuted = run(*(x[:, order] for x in inputs[:3]))
     torch.testing.assert_close(permuted, run(*inputs[:3])[:, order], rtol=0, atol=1e-12)

@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[Inputs, dict[str, Any]]:
 @given(case=cases())
 def test_any_case(impl: str, case: tuple[Inputs, dict[str, Any]]) -> None:
     inputs, options = case
-    check(inputs, impl, **options)
+    check(inputs, impl if options["causal"] else "auto", **options)
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_any_case(impl: str, case: tuple[Inputs, dict[str, Any]]) -> None:
 @given(case=cases())
 def test_many_cases(impl: str, case: tuple[Inputs, dict[str, Any]]) -> None:
     inputs, options = case
-    check(inputs, impl, **options)
+    check(inputs, impl if options["causal"] else "auto", **options)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -44,6 +44,20 @@ def test_lengths(impl: str, tokens: int) -> None:
         check(make_inputs(2, tokens, 2, 8, 12, gate="fixed", dtype=torch.float64), impl)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "sizes", [(1, 64, 32), (2, 64, 32), (15, 64, 64), (40, 15, 64), (40, 64, 1)]
+)
+def test_small_in_bf16(impl: str, sizes: tuple[int, int, int]) -> None:
+    """Few numbers to sum: the rounding of each factor to bf16 would show."""
+    for seed in range(30):
+        for gate in ("head", "channel"):
+            options = {"gate": gate, "level": -5.9, "pattern": "half", "seed": seed}
+            check(make_inputs(1, sizes[0], 1, *sizes[1:], dtype=torch.bfloat16, **options), impl)
+    case = {"gate": "head", "level": -5.9, "state": False, "seed": 363521}
+    check(make_inputs(1, 2, 1, 64, 32, dtype=torch.bfloat16, **case), impl)
+
+
 @functools.lru_cache(maxsize=2)
 def _long_case(tokens: int, gate: str, dtype: torch.dtype) -> tuple[Inputs, Evaluation]:
     inputs = make_inputs(1, tokens, 1, 2, 3, gate=gate, dtype=dtype)

@@ -70,16 +70,18 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "bf16": ({"dtype": torch.bfloat16}, {}),
     "packed": ({"batch": 1, "sequences": 3}, {"cu_seqlens": torch.tensor([0, 5, 5, 37])}),
-    "whole": ({"gate": "none"}, {"causal": False}),
 }
+WHOLE = ({"gate": "none"}, {"causal": False})
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("impl", ["auto", *IMPLS])
-@pytest.mark.parametrize("case", CALLS)
-def test_traced_without_graph_breaks(impl: str, case: str) -> None:
+@pytest.mark.parametrize(
+    ("impl", "call"),
+    [(impl, call) for impl in ("auto", *IMPLS) for call in CALLS.values()] + [("auto", WHOLE)],
+)
+def test_traced_without_graph_breaks(impl: str, call: tuple[dict, dict]) -> None:
     """Traced forward and backward, run by eager kernels: the very values of eager."""
-    drawn, options = CALLS[case]
+    drawn, options = call
     inputs = make_inputs(**drawn)
 
     def run(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
