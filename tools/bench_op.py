@@ -2,7 +2,7 @@
 
     python tools/bench_op.py [--json] [--threads 2] [--seconds 2.5]
 
-Each ratio is the best of several runs over the best of several runs. "products" are the op's own
+Each ratio is the best of several runs over the best of several runs, taken in turns. "products" are the op's own
 matrix products alone, batched as a plain loop would: four forward, ten backward (counted as 2.5
 times the four). B 1, H 8, K = V = 64, fp32 unless a row says otherwise. mlstm_kernels and the
 causal product of fast-transformers are measured where they can be imported, and named where not.
@@ -51,14 +51,16 @@ TARGETS = {
 }
 
 
-def best(run: Callable[[], Any], seconds: float) -> float:
-    """Shortest of the runs that fit into ``seconds``, after one to warm up."""
-    run()
-    shortest, start = math.inf, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        before = time.perf_counter()
+def best(*runs: Callable[[], Any], seconds: float) -> list[float]:
+    """Shortest time of each run, all taken in turns for ``seconds`` a run, after a warm-up."""
+    shortest, start = [math.inf] * len(runs), time.perf_counter()
+    for run in runs:
         run()
-        shortest = min(shortest, time.perf_counter() - before)
+    while time.perf_counter() - start < seconds * len(runs):
+        for i, run in enumerate(runs):
+            before = time.perf_counter()
+            run()
+            shortest[i] = min(shortest[i], time.perf_counter() - before)
     return shortest
 
 
@@ -108,32 +110,39 @@ def products(T: int) -> Callable[[], Any]:
 
 
 def against_products(seconds: float) -> dict[str, float]:
-    x, plain = inputs(16384, grad=True), products(16384)
-    four = min(best(plain, seconds), best(plain, seconds))
-    fourteen = 3.5 * four
-    found = {
-        "forward 16k, no gate / products": best(forward(op, x[:3]), seconds) / four,
-        "forward 16k, channel gate / products": best(forward(op, x), seconds) / four,
-        "forward + backward 16k, no gate / products": best(both(op, x[:3]), seconds) / fourteen,
-        "forward + backward 16k, channel gate / products": best(both(op, x), seconds) / fourteen,
-    }
+    x = inputs(16384, grad=True)
     q, k, v, g = (t.detach() for t in inputs(8192))
     g = torch.where(torch.rand_like(g) < 0.1, -20 - 10 * torch.rand_like(g), g)
     strong = [t.requires_grad_() for t in (q, k, v, g)]
-    name = "strong gates, forward + backward 8k / products"
-    found[name] = best(both(op, strong), seconds) / (fourteen / 2)
-    return found
+    four, f_none, f_channel, b_none, b_channel, b_strong = best(
+        products(16384),
+        forward(op, x[:3]),
+        forward(op, x),
+        both(op, x[:3]),
+        both(op, x),
+        both(op, strong),
+        seconds=seconds,
+    )
+    fourteen = 3.5 * four
+    return {
+        "forward 16k, no gate / products": f_none / four,
+        "forward 16k, channel gate / products": f_channel / four,
+        "forward + backward 16k, no gate / products": b_none / fourteen,
+        "forward + backward 16k, channel gate / products": b_channel / fourteen,
+        "strong gates, forward + backward 8k / products": b_strong / (fourteen / 2),
+    }
 
 
 def against_length_and_dtype(seconds: float) -> dict[str, float]:
     short, long = inputs(8192, grad=True), inputs(65536, grad=True)
-    f_short, f_long = best(forward(op, short), seconds), best(forward(op, long), 2 * seconds)
-    b_short, b_long = best(both(op, short), seconds), best(both(op, long), 2 * seconds)
-    narrow = best(both(op, inputs(8192, torch.bfloat16, grad=True)), seconds)
+    narrow = inputs(8192, torch.bfloat16, grad=True)
+    f_short, f_long = best(forward(op, short), forward(op, long), seconds=2 * seconds)
+    b_short, b_long = best(both(op, short), both(op, long), seconds=2 * seconds)
+    wide, half = best(both(op, short), both(op, narrow), seconds=seconds)
     return {
         "forward 64k / 8k": f_long / f_short,
         "forward + backward 64k / 8k": b_long / b_short,
-        "bf16 / fp32, forward + backward 8k": narrow / b_short,
+        "bf16 / fp32, forward + backward 8k": half / wide,
     }
 
 
@@ -141,8 +150,8 @@ def against_softmax(seconds: float) -> dict[str, float]:
     found = {}
     for T, name in ((512, "512"), (1024, "1k"), (2048, "2k"), (8192, "8k")):
         x = inputs(T, grad=True)
-        ratio = best(both(sdpa, x[:3]), seconds) / best(both(op, x), seconds)
-        found[f"sdpa / channel gate, forward + backward {name}"] = ratio
+        theirs, ours = best(both(sdpa, x[:3]), both(op, x), seconds=seconds)
+        found[f"sdpa / channel gate, forward + backward {name}"] = theirs / ours
     return found
 
 
@@ -193,8 +202,11 @@ def training_step(kind: str, T: int) -> Callable[[], Any]:
 def against_softmax_model(seconds: float) -> dict[str, float]:
     found = {}
     for T in (512, 2048, 8192):
-        gated = best(training_step("linear_attention", T), 2 * seconds)
-        softmax = best(training_step("softmax_attention", T), 2 * seconds)
+        gated, softmax = best(
+            training_step("linear_attention", T),
+            training_step("softmax_attention", T),
+            seconds=2 * seconds,
+        )
         found[f"training tokens/s, gated / softmax model, T {T}"] = softmax / gated
     return found
 
@@ -214,11 +226,16 @@ def against_mlstm(seconds: float) -> dict[str, float]:
         return mlstm_chunkwise__native_autograd(q=q, k=k, v=v, i=i, f=f, chunk_size=64)
 
     args, ours = [*peer, *raw], [q, k, v, gate]
+    f_theirs, f_ours, b_theirs, b_ours = best(
+        forward(theirs, args),
+        forward(op, ours),
+        both(theirs, args),
+        both(op, ours),
+        seconds=seconds,
+    )
     return {
-        "mlstm_kernels / head gate, forward 8k": best(forward(theirs, args), seconds)
-        / best(forward(op, ours), seconds),
-        "mlstm_kernels / head gate, forward + backward 8k": best(both(theirs, args), seconds)
-        / best(both(op, ours), seconds),
+        "mlstm_kernels / head gate, forward 8k": f_theirs / f_ours,
+        "mlstm_kernels / head gate, forward + backward 8k": b_theirs / b_ours,
     }
 
 
@@ -233,10 +250,12 @@ def against_fast_transformers(seconds: float) -> dict[str, float]:
         x = inputs(T, grad=True)[:3]
         peer = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in x]
         if T == 8192:
-            ratio = best(forward(op, x), seconds) / best(forward(causal_dot_product, peer), seconds)
-            found["no gate / fast-transformers, forward 8k"] = ratio
-        ratio = best(both(op, x), seconds) / best(both(causal_dot_product, peer), seconds)
-        found[f"no gate / fast-transformers, forward + backward {name}"] = ratio
+            ours, theirs = best(
+                forward(op, x), forward(causal_dot_product, peer), seconds=2 * seconds
+            )
+            found["no gate / fast-transformers, forward 8k"] = ours / theirs
+        ours, theirs = best(both(op, x), both(causal_dot_product, peer), seconds=2 * seconds)
+        found[f"no gate / fast-transformers, forward + backward {name}"] = ours / theirs
     return found
 
 

@@ -17,9 +17,10 @@ after the chunk, with ten (S is recomputed from the segment's first state: k~^T 
     dS  = total * dS' + before * (q~^T do)
 
     dg_u = sum over t >= u of (q~ dq~ - k~ dk~)_t + sum_v S' * dS'
+         = sum_v S * dS - sum over t < u of (q~ dq~ - k~ dk~)_t
 
-The second term of dg is what the state after the chunk brings. The sum is restarted in every chunk,
-from states that are at hand, so its error does not grow with T; ``decay`` states it per half chunk.
+The terms with the states are what tokens outside the chunk bring. The sums are restarted in every
+chunk, from states that are at hand, so their error does not grow with T.
 
 Chunks are worked on a segment at a time, small enough that its buffers stay in cache; only the
 state before each segment is saved for backward. Time and memory are linear in T.
@@ -27,16 +28,24 @@ state before each segment is saved for backward. Time and memory are linear in T
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from gla.ops.decay import Factors, Levels, factors, floor_of, mild_gate_grad, shared
+from gla.ops.decay import Factors, Levels, mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
 from gla.ops.layout import Layout, Segment, boundaries
 from gla.ops.memory import Buffers, empty
 from gla.ops.once import refuse_double_backward, save_nothing
+from gla.ops.tiles import (
+    Scan,
+    Tiles,
+    chunk_updates,
+    load_tiles,
+    read_state,
+    run_states,
+    scaled,
+    scores,
+)
 
 
 def chunked(
@@ -58,114 +67,6 @@ def chunked(
         q, k, v, log_decay, state, cu_seqlens, scale, chunk_size or 0
     )
     return o, final
-
-
-class _Tiles(NamedTuple):
-    """The inputs of one segment, [M, C, K or V]; q, k already times their factors."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    f: Factors | None
-    levels: Levels | None  # of the strong tiles
-
-
-class _Scan(NamedTuple):
-    """States before each chunk and what each chunk adds, [count, rows * H, K, V] fp32 or wider."""
-
-    states: Tensor
-    updates: Tensor
-
-
-def _load(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) -> _Tiles:
-    """Read q, k, v and, if there is one, the gate [B, T, G, 1 or K]."""
-    M, C = s.count * s.rows * layout.H, layout.C
-    q, k, v, *gates = inputs
-    v = layout.load(v, s, work("v", M, C, v.shape[-1], dtype=work.product))
-    if not gates:
-        q, k = (
-            layout.load(x, s, work(name, M, C, x.shape[-1], dtype=work.product))
-            for name, x in (("q", q), ("k", k))
-        )
-        return _Tiles(q, k, v, None, None)
-    q, k, g = (
-        layout.load(x, s, work(name, M, C, x.shape[-1]))
-        for name, x in (("q", q), ("k", k), ("g", gates[0]))
-    )
-    f = factors(g.clamp_min_(floor_of(work.dtype)), work)
-    levels = None
-    if f.strong is not None and f.tree is not None:
-        levels = Levels(q.index_select(0, f.strong), k.index_select(0, f.strong), f.tree)
-    q, k = q.mul_(f.to_q), k.mul_(f.to_k)
-    return _Tiles(work.narrow("q~", q), work.narrow("k~", k), v, f, levels)
-
-
-def _scores(tiles: _Tiles, work: Buffers) -> Tensor:
-    M, C, _ = tiles.q.shape
-    P = torch.bmm(
-        tiles.q, tiles.k.transpose(1, 2), out=work("P", M, C, C, dtype=work.product)
-    ).tril_()
-    if tiles.levels is not None and tiles.f is not None and tiles.f.strong is not None:
-        P.index_copy_(0, tiles.f.strong, tiles.levels.scores().to(P.dtype))
-    return P
-
-
-def _product(work: Buffers, name: str, a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
-    """factor * (a^T b) [M, K, V] from a [M, C, K], b [M, C, V], factor [M, K or 1, 1]."""
-    W = work(name, a.shape[0], a.shape[2], b.shape[2], dtype=work.product)
-    W = work.widen(name + "_wide", torch.bmm(a.transpose(1, 2), b, out=W))
-    return W if factor is None else W.mul_(factor)
-
-
-def _scan(
-    layout: Layout,
-    s: Segment,
-    tiles: _Tiles,
-    S: Tensor,
-    initial: Tensor | None,
-    final: Tensor | None,
-    work: Buffers,
-) -> tuple[_Scan, Tensor]:
-    """Run the state over the chunks of a segment, from S [rows * H, K, V] before it.
-
-    Returns:
-        _Scan, and the state after the segment. Ends of sequences are written to ``final``.
-    """
-    W = _product(work, "W", tiles.k, tiles.v, tiles.f and tiles.f.after).unflatten(0, (s.count, -1))
-    states = work("states", s.count + 1, *S.shape)
-    states[0].copy_(S)
-    decays = (
-        [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
-    )
-    steps = zip(states[:-1].unbind(), states[1:].unbind(), W.unbind(), decays, strict=True)
-    # The slot of the next chunk receives this one's end, unless another sequence starts there.
-    for chunk, (before, after, update, decay) in enumerate(steps, s.first):
-        if chunk in layout.starts:
-            _read_state(initial, layout.rows_of(layout.starts[chunk], s), before)
-        if decay is None:
-            torch.add(update, before, out=after)
-        else:
-            torch.addcmul(update, before, decay, out=after)
-        if final is not None and chunk in layout.ends:
-            rows = layout.rows_of(layout.ends[chunk], s)
-            final[rows] = after.view(final[rows].shape)
-    return _Scan(states[:-1], W), states[-1]
-
-
-def _read_state(states: Tensor | None, rows: slice, out: Tensor) -> None:
-    """Copy rows of [N, H, K, V], or zeros, into out [rows * H, K, V]."""
-    if states is None:
-        out.zero_()
-    else:
-        out.copy_(states[rows].reshape(out.shape))
-
-
-def _scaled(work: Buffers, name: str, states: Tensor, factor: Tensor | None) -> Tensor:
-    """[count, rows * H, K, V] times factor [M, D, 1] per key channel -> [M, K, V] for a product."""
-    flat = states.flatten(0, 1)
-    if factor is None:
-        return work.narrow(name, flat)
-    return torch.mul(flat, factor, out=work(name, *flat.shape, dtype=work.product))
 
 
 @torch.library.custom_op("gla::chunked", mutates_args=())
@@ -195,12 +96,12 @@ def _forward(
             if s.first == 0:
                 S = q.new_zeros(s.rows * H, K, V, dtype=wide)
             saved[s.index, s.row : s.row + s.rows] = S.view(s.rows, H, K, V)
-            tiles = _load(layout, s, inputs, work)
-            scan, S = _scan(layout, s, tiles, S, state, final, work)
+            tiles = load_tiles(layout, s, inputs, work)
+            scan, S = run_states(layout, s, tiles, S, state, final, work)
             out = torch.bmm(
-                _scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape, dtype=work.product)
+                scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape, dtype=work.product)
             )
-            out.baddbmm_(tiles.q, _scaled(work, "S", scan.states, tiles.f and tiles.f.before))
+            out.baddbmm_(tiles.q, scaled(work, "S", scan.slots[:-1], tiles.f and tiles.f.before))
             layout.store(out, s, o, scale)
     return o, final, saved
 
@@ -249,15 +150,15 @@ def _backward(
         for s in reversed(layout.segments):
             if s.first + s.count == layout.chunks:
                 dS = q.new_zeros(s.rows * H, K, V, dtype=wide)
-            tiles = _load(layout, s, inputs, work)
-            do = layout.load(grad_o, s, work("do", *tiles.v.shape, dtype=work.product)).mul_(scale)
+            tiles = load_tiles(layout, s, inputs, work)
+            do = work("do", *tiles.v.shape, dtype=work.product)
+            layout.load(grad_o, s, do, scale)
             S = saved[s.index, s.row : s.row + s.rows].flatten(0, 1)
-            scan, _ = _scan(layout, s, tiles, S, state, None, work)
+            scan, _ = run_states(layout, s, tiles, S, state, None, work)
             back, dS = _reverse_scan(layout, s, tiles, do, dS, grad_final, grad_initial, work)
-            for tile, out in zip(
-                _gradients(tiles, do, scan, back, work, need_gate), grads, strict=True
-            ):
-                layout.store(tile, s, out)
+            found = _gradients(layout, s, tiles, do, scan, back, work, need_gate)
+            for (tile, factor), out in zip(found, grads, strict=True):
+                layout.store(tile, s, out, factor)
     dg = gate_grad(grads[3], log_decay) if log_decay is not None and need_gate else q.new_empty(0)
     return grads[0], grads[1], grads[2], dg, grad_initial
 
@@ -265,20 +166,22 @@ def _backward(
 def _reverse_scan(
     layout: Layout,
     s: Segment,
-    tiles: _Tiles,
+    tiles: Tiles,
     do: Tensor,
     dS: Tensor,
     grad_final: Tensor,
     grad_initial: Tensor,
     work: Buffers,
-) -> tuple[_Scan, Tensor]:
+) -> tuple[Scan, Tensor]:
     """Run the state's gradient backward over the chunks of a segment.
 
     Returns:
-        _Scan of the gradients after each chunk and what each chunk's reads add to them, and the
-        gradient before the segment. Starts of sequences are written to ``grad_initial``.
+        Scan of the state's gradient, to which each chunk's reads add, and the gradient before the
+        segment. Starts of sequences are written to ``grad_initial``.
     """
-    R = _product(work, "R", tiles.q, do, tiles.f and tiles.f.before).unflatten(0, (s.count, -1))
+    R = chunk_updates(work, "R", tiles.q, do, tiles.f and tiles.f.before).unflatten(
+        0, (s.count, -1)
+    )
     slots = work("dS", s.count + 1, *dS.shape)
     slots[-1].copy_(dS)
     decays = (
@@ -289,7 +192,7 @@ def _reverse_scan(
         before, after, update, decay = steps[j]
         chunk = s.first + j
         if chunk in layout.ends:
-            _read_state(grad_final, layout.rows_of(layout.ends[chunk], s), after)
+            read_state(grad_final, layout.rows_of(layout.ends[chunk], s), after)
         if decay is None:
             torch.add(update, after, out=before)
         else:
@@ -297,32 +200,43 @@ def _reverse_scan(
         if chunk in layout.starts:
             rows = layout.rows_of(layout.starts[chunk], s)
             grad_initial[rows] = before.view(grad_initial[rows].shape)
-    return _Scan(slots[1:], R), slots[0]
+    return Scan(slots, R), slots[0]
 
 
 def _gradients(
-    tiles: _Tiles, do: Tensor, scan: _Scan, back: _Scan, work: Buffers, need_gate: bool
-) -> list[Tensor]:
-    """dq, dk, dv and, where needed, dg of one segment's tiles; see the module's docstring."""
+    layout: Layout,
+    s: Segment,
+    tiles: Tiles,
+    do: Tensor,
+    scan: Scan,
+    back: Scan,
+    work: Buffers,
+    need_gate: bool,
+) -> list[tuple[Tensor, Tensor | float]]:
+    """dq, dk, dv and, where needed, dg of one segment's tiles, each with a factor still to apply.
+
+    See the module's docstring.
+    """
     q, k, v, f, levels = tiles
-    S = _scaled(work, "S", scan.states, f and f.before)
-    dS = _scaled(work, "dS_in", back.states, f and f.after)
-    P = _scores(tiles, work)
+    S = scaled(work, "S", scan.slots[:-1], f and f.before)
+    dS = scaled(work, "dS_in", back.slots[1:], f and f.after)
+    P = scores(tiles, work)
     dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape, dtype=work.product)).baddbmm_(
         k, dS
     )
-    dP = torch.bmm(do, v.transpose(1, 2), out=P).tril_()
+    dP = torch.bmm(do, v.transpose(1, 2), out=P)
     dq = torch.bmm(do, S.transpose(1, 2), out=work("dq", *q.shape, dtype=work.product))
     dk = torch.bmm(v, dS.transpose(1, 2), out=work("dk", *k.shape, dtype=work.product))
     if f is None:
-        return [dq.baddbmm_(dP, k), dk.baddbmm_(dP.transpose(1, 2), q), dv]
+        dP.tril_()
+        return [(dq.baddbmm_(dP, k), 1.0), (dk.baddbmm_(dP.transpose(1, 2), q), 1.0), (dv, 1.0)]
     D = f.total.shape[-2]
-    d_total = shared((scan.states * back.states).flatten(0, 1).sum(-1) * f.total.squeeze(-1), D)
     exact, strong = None, f.strong
     if levels is not None and strong is not None:
+        before, after = (x.flatten(0, 1)[strong] for x in (scan.slots[:-1], back.slots[1:]))
+        d_total = shared((before * after).sum(-1) * f.total[strong].squeeze(-1), D)
         picked = [x[strong].to(work.dtype) for x in (q, dq, k, dk)]
-        d_exact = dP[strong].to(work.dtype)
-        exact = _exact_gradients(levels, picked, d_exact, d_total[strong])
+        exact = _exact_gradients(levels, picked, dP[strong].to(work.dtype).tril_(), d_total)
         dP.index_fill_(0, strong, 0.0)
     # A token's own score has no decay in it: its part of q~ dq~ and k~ dk~ is the same, and larger
     # than the rest. It is added after the gate's gradient is taken, which would have to cancel it.
@@ -331,19 +245,40 @@ def _gradients(
     dq = work.widen("dq_wide", dq.baddbmm_(dP, k))
     dk = work.widen("dk_wide", dk.baddbmm_(dP.transpose(1, 2), q))
     q, k = work.widen("q", q), work.widen("k", k)
-    through = torch.mul(q, dq, out=work("through", *q.shape)).sub_(k * dk)
+    found: list[tuple[Tensor, Tensor | float]] = [(dq, f.to_q), (dk, f.to_k), (dv, 1.0)]
+    if need_gate:
+        through = torch.mul(q, dq, out=work("through", *q.shape)).addcmul_(k, dk, value=-1)
+        ends = (shared(x, D) for x in _products_at_ends(layout, s, f, scan, back, work))
+        found.append((mild_gate_grad(shared(through, D), *ends), 1.0))
     dq.addcmul_(own, k)
     dk.addcmul_(own, q)
-    d_before = shared((scan.states * back.updates).flatten(0, 1).sum(-1), D)
-    d_after = shared((scan.updates * back.states).flatten(0, 1).sum(-1), D)
-    dg = mild_gate_grad(shared(through, D), d_before, d_after, d_total)
-    dq.mul_(f.to_q)
-    dk.mul_(f.to_k)
     if exact is not None and strong is not None:
-        dq.index_add_(0, strong, exact[0])
-        dk.index_add_(0, strong, exact[1])
-        dg.index_copy_(0, strong, exact[2])
-    return [dq, dk, dv, dg] if need_gate else [dq, dk, dv]
+        dq.mul_(f.to_q).index_add_(0, strong, exact[0])
+        dk.mul_(f.to_k).index_add_(0, strong, exact[1])
+        found[:2] = [(dq, 1.0), (dk, 1.0)]
+        if need_gate:
+            found[3][0].index_copy_(0, strong, exact[2])
+    return found
+
+
+def _products_at_ends(
+    layout: Layout, s: Segment, f: Factors, scan: Scan, back: Scan, work: Buffers
+) -> tuple[Tensor, Tensor]:
+    """Sum over V of the state times its gradient, before and after each chunk, [M, K] each."""
+    products = torch.mul(scan.slots, back.slots, out=work("S_dS", *scan.slots.shape)).sum(-1)
+    start, end = products[:-1], products[1:]
+    inner = [chunk - s.first for chunk in layout.starts if 0 < chunk - s.first < s.count]
+    if (
+        inner
+    ):  # slots between two sequences, where the states are of one, the gradients of the other
+        start, end = start.clone(), end.clone()
+    total = f.total.unflatten(0, (s.count, -1))
+    for j in inner:
+        before = torch.addcmul(back.updates[j], back.slots[j + 1], total[j])
+        start[j] = (scan.slots[j] * before).sum(-1)
+        after = torch.addcmul(scan.updates[j - 1], scan.slots[j - 1], total[j - 1])
+        end[j - 1] = (after * back.slots[j]).sum(-1)
+    return start.flatten(0, 1), end.flatten(0, 1)
 
 
 def _exact_gradients(

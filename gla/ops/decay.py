@@ -75,19 +75,22 @@ class Factors(NamedTuple):
     tree: Tree | None
 
 
-@functools.lru_cache(maxsize=32)
-def _from_middle(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[C, C] matrix that maps gates to b_t - b_mid, mid = C/2 - 1, without cancellation."""
-    t, u = torch.arange(C, device=device).unsqueeze(1), torch.arange(C, device=device)
-    mid = C // 2 - 1
-    return ((u > mid) & (u <= t)).to(dtype) - ((u <= mid) & (u > t)).to(dtype)
+@functools.lru_cache(maxsize=16)
+def _from_middle(N: int, h: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[2N, h, h] matrices that map the gates of N tiles' halves to b_t - b_mid, mid = h - 1.
+
+    Sums start at the middle, so nothing cancels. They lie there N times because bmm wants them so.
+    """
+    later = torch.ones(h, h, dtype=dtype, device=device)
+    return torch.stack((-later.triu(1), later.tril())).repeat(N, 1, 1)
 
 
 def factors(g: Tensor, work: Buffers) -> Factors:
     """Factors of N tiles from their floored gates g [N, C, D]. to_q and to_k lie in ``work``."""
     N, C, D = g.shape
     x = work("to_q", N, C, D)
-    torch.bmm(_from_middle(C, g.dtype, g.device).expand(N, C, C), g, out=x)
+    halved = (2 * N, C // 2, D)
+    torch.bmm(_from_middle(N, C // 2, g.dtype, g.device), g.view(halved), out=x.view(halved))
     each_half = torch.stack((g[:, 0] - x[:, 0], x[:, -1]))  # log-decay of the chunk's halves
     mild = (each_half >= -MILD).all(-1).all(0)
     before, after = decay_of(each_half).unsqueeze(-1)
@@ -213,20 +216,20 @@ def shared(x: Tensor, D: int) -> Tensor:
     return x if D == x.shape[-1] else x.sum(-1, keepdim=True)
 
 
-def mild_gate_grad(
-    d_exponent: Tensor, d_before: Tensor, d_after: Tensor, d_total: Tensor
-) -> Tensor:
+def mild_gate_grad(d_exponent: Tensor, d_start: Tensor, d_end: Tensor) -> Tensor:
     """Gradient of mild tiles' gates [N, C, D].
 
+    In the right half d_end plus the sum of d_exponent over t >= u, in the left half d_start minus
+    the sum over t < u, which is the same and cancels less.
+
     Args:
-        d_exponent: [N, C, D] with respect to b_t - b_mid: q~ dq~ - k~ dk~.
-        d_before, d_after, d_total: [N, D] with respect to the log-decays of the first half, of the
-            second half and of the whole chunk. These are the terms that the states at the chunk's
-            ends bring; without them dq, dk and dv stay right and dg is wrong.
+        d_exponent: [N, C, D], q~ dq~ - k~ dk~.
+        d_start, d_end: [N, D], sum over V of the state times its gradient before and after the
+            chunk: S dS and S' dS'. Without them dq, dk and dv stay right and dg is wrong.
     """
-    N, C, _ = d_exponent.shape
-    M = _from_middle(C, d_exponent.dtype, d_exponent.device).T
-    dg = torch.bmm(M.expand(N, C, C), d_exponent)
-    dg[:, : C // 2] += (d_before + d_total).unsqueeze(1)
-    dg[:, C // 2 :] += (d_after + d_total).unsqueeze(1)
-    return dg
+    N, C, D = d_exponent.shape
+    h = C // 2
+    M = _from_middle(N, h, d_exponent.dtype, d_exponent.device).transpose(1, 2)
+    dg = torch.bmm(M, d_exponent.view(2 * N, h, D)).view(N, 2, h, D)
+    dg += torch.stack((d_start, d_end), 1).unsqueeze(2)
+    return dg.view(N, C, D)

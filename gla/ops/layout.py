@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,8 +117,18 @@ class Layout:
             return slice(segment.row, segment.row + segment.rows)
         return slice(sequence, sequence + 1)
 
-    def load(self, x: Tensor, s: Segment, out: Tensor) -> Tensor:
-        """Copy the segment of x [B, T, G, D] into out [count * rows * H, C, D]; pads become 0."""
+    def load(self, x: Tensor, s: Segment, out: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+        """Write the segment of x [B, T, G, D], times factor, to out [count * rows * H, C, D].
+
+        Args:
+            x: [B, T, G, D]; pads of the segment become 0.
+            s: the segment.
+            out: [M, C, D] with M = count * rows * H.
+            factor: a number, or [M, C, D or 1].
+
+        Returns:
+            out.
+        """
         C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
         if self._index is not None and self._pads is not None:
             part = x.index_select(1, self._index[first:stop])
@@ -126,28 +137,48 @@ class Layout:
             part = x[s.row : s.row + s.rows, first : min(stop, self.T)]
             if stop > self.T:
                 part = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, stop - self.T))
-        G, D = x.shape[2:]
-        into = out.view(s.count, s.rows, G, self.H // G, C, D)
-        into.copy_(part.unflatten(1, (s.count, C)).permute(1, 0, 3, 2, 4).unsqueeze(3))
+        tiles = part.unflatten(1, (s.count, C)).permute(1, 0, 3, 2, 4).unsqueeze(3)
+        _multiply(tiles, self._grouped(factor, s, x.shape[2]), self._grouped(out, s, x.shape[2]))
         return out
 
-    def store(self, tiles: Tensor, s: Segment, out: Tensor, scale: float = 1.0) -> None:
-        """Write tiles [count * rows * H, C, D], times scale, to the tokens of out [B, T, G, D].
+    def store(self, tiles: Tensor, s: Segment, out: Tensor, factor: Tensor | float = 1.0) -> None:
+        """Write tiles [count * rows * H, C, D], times factor, to the tokens of out [B, T, G, D].
 
-        With G < H the heads of a group are summed.
+        With G < H the heads of a group are summed. ``factor`` is that of ``load``.
         """
         C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
         G, D = out.shape[2:]
-        tiles = tiles.view(s.count, s.rows, G, self.H // G, C, D)
-        tiles = tiles.squeeze(3) if self.H == G else tiles.sum(3)
-        tiles = tiles.permute(1, 0, 3, 2, 4)
+        tiles, factor = self._grouped(tiles, s, G), self._grouped(factor, s, G)
+        if G != self.H:
+            tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
+        order = (1, 0, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
+        tiles = tiles.permute(order)
+        factor = factor if isinstance(factor, (float, int)) else factor.permute(order)
         if self._index is None and stop <= self.T:
-            into = out[s.row : s.row + s.rows, first:stop].unflatten(1, (s.count, C))
-            into.copy_(tiles if scale == 1.0 else tiles * scale)
+            into = out[s.row : s.row + s.rows, first:stop].unflatten(1, (s.count, C)).unsqueeze(4)
+            _multiply(tiles, factor, into)
             return
-        flat = tiles.reshape(s.rows, s.count * C, G, D).mul(scale)
+        flat = (tiles * factor).reshape(s.rows, s.count * C, G, D)
         if self._index is None or self._pads is None:
             out[s.row : s.row + s.rows, first : self.T].copy_(flat[:, : self.T - first])
             return
         real = ~self._pads[first:stop]
         out.index_copy_(1, self._index[first:stop][real], flat[:, real].to(out.dtype))
+
+    def _grouped(self, x: Any, s: Segment, G: int) -> Any:
+        """[count * rows * H, C, D] -> view [count, rows, G, H / G, C, D]; a number stays one."""
+        if isinstance(x, (float, int)):
+            return x
+        return x.view(s.count, s.rows, G, self.H // G, *x.shape[1:])
+
+
+def _multiply(x: Tensor, factor: Tensor | float, out: Tensor) -> None:
+    """out = x * factor, rounded once, in one pass over memory where the dtypes allow it."""
+    if isinstance(factor, (float, int)) and factor == 1:
+        out.copy_(x)
+    elif x.dtype == out.dtype:
+        torch.mul(x, factor, out=out)
+    elif torch.promote_types(x.dtype, out.dtype) == out.dtype:
+        out.copy_(x).mul_(factor)
+    else:
+        out.copy_(x * factor)
