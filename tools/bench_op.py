@@ -2,10 +2,11 @@
 
     python tools/bench_op.py [--json] [--threads 2] [--seconds 2.5]
 
-Each ratio is the best of several runs over the best of several runs, taken in turns. "products" are the op's own
-matrix products alone, batched as a plain loop would: four forward, ten backward (counted as 2.5
-times the four). B 1, H 8, K = V = 64, fp32 unless a row says otherwise. mlstm_kernels and the
-causal product of fast-transformers are measured where they can be imported, and named where not.
+Each ratio is the best of several runs over the best of several runs, taken in turns. "products" are
+the op's own matrix products alone, batched as a plain loop would: four forward, ten backward
+(counted as 2.5 times the four). B 1, H 8, K = V = 64, fp32 unless a row says otherwise.
+mlstm_kernels and the causal product of fast-transformers are measured where they can be imported,
+and named where not.
 """
 
 from __future__ import annotations
@@ -223,7 +224,8 @@ def against_mlstm(seconds: float) -> dict[str, float]:
     raw = [torch.randn(1, H, 8192).requires_grad_() for _ in range(2)]
 
     def theirs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
-        return mlstm_chunkwise__native_autograd(q=q, k=k, v=v, i=i, f=f, chunk_size=64)
+        h = mlstm_chunkwise__native_autograd(q=q, k=k, v=v, i=i, f=f, chunk_size=64)
+        return h if isinstance(h, Tensor) else h[0]
 
     args, ours = [*peer, *raw], [q, k, v, gate]
     f_theirs, f_ours, b_theirs, b_ours = best(

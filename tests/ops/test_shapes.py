@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gla
-from gla.testing import Inputs, make_inputs
+from gla.testing import Inputs, error, limit, make_inputs
 from tests.ops.agreement import (
     IMPLS,
     Evaluation,
@@ -72,6 +72,17 @@ def _long_case(tokens: int, gate: str, dtype: torch.dtype) -> tuple[Inputs, Eval
 def test_long_sequences(tokens: int, gate: str, dtype: torch.dtype, impl: str) -> None:
     inputs, want = _long_case(tokens, gate, dtype)
     assert_agree(evaluate(inputs, impl), want, inputs)
+
+
+@pytest.mark.slow
+def test_more_elements_than_32_bits_count() -> None:
+    """B T H K over 2^31; q and k are one number expanded, so that no memory is needed for them."""
+    H, K = 8, 512
+    T = 2**31 // (H * K) + 65
+    q, k = (torch.full((), x).expand(1, T, H, K) for x in (0.5, 0.25))
+    v = torch.randn(1, T, H, 1, generator=torch.Generator().manual_seed(0))
+    o = gla.gated_linear_attention(q, k, v, impl="torch", scale=1 / K).o
+    assert error(o, v.double().cumsum(1) * 0.125) <= limit(torch.float32)
 
 
 @pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
