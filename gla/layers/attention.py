@@ -1,4 +1,4 @@
-"""Causal softmax attention of rows over themselves and over what was read before.
+"""Softmax attention of rows over themselves and over what was read before.
 
 Everything goes through ``F.scaled_dot_product_attention``; memory is linear in the tokens. Rows may
 be padded on the right: a pad comes after every real token, so none of them sees it.
@@ -33,6 +33,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor
         return _sdpa(q, k, v, causal=True)
     first = _sdpa(q[:, :window], k[:, :window], v[:, :window], causal=True)
     return torch.cat([first, _attend_in_blocks(q, k, v, window)], dim=1)
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, length: Tensor | None = None) -> Tensor:
+    """Attention in both directions: every token reads its whole row.
+
+    Args:
+        q: [B, T, H, D].
+        k: [B, T, G, D].
+        v: [B, T, G, D].
+        length: [B] int64, real tokens of each row; those behind are pads that no token reads.
+
+    Returns:
+        [B, T, H, D].
+    """
+    if length is None:
+        return _sdpa(q, k, v)
+    slot = torch.arange(k.shape[1], device=q.device)
+    return _sdpa(q, k, v, mask=slot < length.view(-1, 1, 1))
 
 
 def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
@@ -120,7 +138,7 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """SDPA in the layout [B, T, H, D]; mask [T, L] or [B, T, L], True where a query reads."""
+    """SDPA in the layout [B, T, H, D]; mask [T, L] or [B, T or 1, L], True where a query reads."""
     if mask is not None and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     o = F.scaled_dot_product_attention(

@@ -52,6 +52,8 @@ class LinearAttentionConfig(MixerConfig):
         norm_eps: of the RMSNorm.
         impl: form of the op; "auto" chooses by device.
         chunk_size: of the op; None is the form's choice.
+        causal: False lets every token read its whole document: for encoders; no gate and no
+            convolution, which have a direction.
     """
 
     kind: Literal["linear_attention"] = "linear_attention"
@@ -67,6 +69,7 @@ class LinearAttentionConfig(MixerConfig):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     impl: Literal["auto", "recurrent", "torch", "triton"] = "auto"
     chunk_size: Literal[16, 32, 64, 128, 256] | None = None
+    causal: bool = True
 
 
 class LinearAttentionState(NamedTuple):
@@ -108,6 +111,13 @@ class LinearAttention(Mixer[LinearAttentionState]):
                 f"feature_map: got {config.feature_map!r} with normalize = true, expected one of "
                 f"{good}; fix feature_map or normalize"
             )
+        self.causal = config.causal
+        for field, neutral in (("gate", "none"), ("conv_width", 0)):
+            if not config.causal and getattr(config, field) != neutral:
+                raise ConfigError(
+                    f"{field}: got {getattr(config, field)!r} with causal = false, expected "
+                    f"{neutral!r}; fix {field} or causal"
+                )
         self.sizes = (H * self.key_dim, G * self.key_dim, G * self.value_dim)
         self.q_proj, self.k_proj, self.v_proj = (Linear(d_model, size) for size in self.sizes)
         self.conv = None
@@ -130,6 +140,7 @@ class LinearAttention(Mixer[LinearAttentionState]):
         dtype: torch.dtype | None = None,
     ) -> LinearAttentionState:
         """Zero state; fp32, or fp64 for fp64 activations."""
+        self.require_causal("a call for a state")
         weight = self.out_proj.weight
         device = device or weight.device
         wide = torch.promote_types(dtype or weight.dtype, torch.float32)
@@ -148,6 +159,8 @@ class LinearAttention(Mixer[LinearAttentionState]):
         need_state: bool = True,
     ) -> tuple[Tensor, LinearAttentionState | None]:
         """See ``Mixer.forward``."""
+        if state is not None:
+            self.require_causal("a state")
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         conv = None
         if self.conv is not None:
@@ -166,6 +179,7 @@ class LinearAttention(Mixer[LinearAttentionState]):
             normalize=self.config.normalize,
             initial_state=None if state is None else state.recurrent,
             cu_seqlens=cu_seqlens,
+            causal=self.causal,
             chunk_size=self.config.chunk_size,
             impl=self.config.impl,
         )
@@ -174,7 +188,9 @@ class LinearAttention(Mixer[LinearAttentionState]):
         o = rearrange(o, "b t h v -> b t (h v)")
         if self.gate_proj is not None:
             o = o * F.silu(self.gate_proj(x))
-        return self.out_proj(o), LinearAttentionState(conv, recurrent) if need_state else None
+        if not (need_state and self.causal):
+            return self.out_proj(o), None
+        return self.out_proj(o), LinearAttentionState(conv, recurrent)
 
     def _log_decay(self, x: Tensor) -> Tensor | None:
         log_decay = None if self.gate is None else self.gate(x)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gla.errors import ConfigError, StateError
 from gla.layers import cache
-from gla.layers.attention import attend, attend_after_window, attend_to_cache
+from gla.layers.attention import attend, attend_after_window, attend_all, attend_to_cache
 from gla.layers.cache import SoftmaxState
 from gla.layers.linear import Linear
 from gla.layers.linear_attention import check_groups, head_dim
@@ -39,6 +39,7 @@ class SoftmaxAttentionConfig(MixerConfig):
         window: a token reads itself and the window - 1 before it; None reads all before it.
         rotary: whether positions are embedded; without, only the order of reading tells them.
         rotary_base: base of the rotary wavelengths.
+        causal: False lets every token read its whole document: for encoders; no window.
     """
 
     kind: Literal["softmax_attention"] = "softmax_attention"
@@ -47,6 +48,7 @@ class SoftmaxAttentionConfig(MixerConfig):
     window: Count | None = None
     rotary: bool = True
     rotary_base: Annotated[float, Field(gt=1)] = 10_000.0
+    causal: bool = True
 
 
 class SoftmaxAttention(Mixer[SoftmaxState]):
@@ -64,6 +66,12 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
                 f"rotary: got true with d_model / num_heads = {self.dim}, expected an even number; "
                 "fix num_heads or rotary"
             )
+        self.causal = config.causal
+        if not config.causal and config.window is not None:
+            raise ConfigError(
+                f"window: got {config.window} with causal = false, expected none; fix by leaving "
+                "window out"
+            )
         self.q_proj = Linear(d_model, d_model)
         self.k_proj = Linear(d_model, self.num_kv_heads * self.dim)
         self.v_proj = Linear(d_model, self.num_kv_heads * self.dim)
@@ -77,6 +85,7 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         dtype: torch.dtype | None = None,
     ) -> SoftmaxState:
         """Empty state in the dtype of the activations."""
+        self.require_causal("a call for a state")
         weight = self.out_proj.weight
         return cache.empty(
             batch_size,
@@ -100,6 +109,9 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         Raises:
             StateError: the cache is narrower than the new keys and would round them.
         """
+        if state is not None:
+            self.require_causal("a state")
+        need_state = need_state and self.causal
         B, T = x.shape[:2]
         q = rearrange(self.q_proj(x), "b t (h k) -> b t h k", h=self.num_heads)
         k = rearrange(self.k_proj(x), "b t (g k) -> b t g k", g=self.num_kv_heads)
@@ -155,11 +167,19 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         past: SoftmaxState | None,
         position: Tensor,
         holds_new: bool,
+        length: Tensor | None = None,
     ) -> Tensor:
         """Rows [B, T, ...] after ``position`` [B] earlier tokens -> [B, T, H, K].
 
-        ``holds_new``: whether the new tokens stand in ``past`` already.
+        Args:
+            q, k, v: of the rows.
+            past: what they read besides themselves.
+            position: [B].
+            holds_new: whether the new tokens stand in ``past`` already.
+            length: [B] tokens of each row, the rest pads at its end; None is all.
         """
+        if not self.causal:
+            return attend_all(q, k, v, length)
         if past is None:
             return attend(q, k, v, self.config.window)
         if not holds_new:
@@ -185,7 +205,15 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         rows = zip(*(batches.split(x[0]) for x in (q, k, v)), batches.documents, strict=True)
         for q_n, k_n, v_n, documents in rows:
             before = None if past is None else select(past, documents)
-            o = self._attend(q_n, k_n, v_n, before, position[documents], self.config.window is None)
+            o = self._attend(
+                q_n,
+                k_n,
+                v_n,
+                before,
+                position[documents],
+                self.config.window is None,
+                cu_seqlens.diff()[documents],
+            )
             outputs.append(o)
         return batches.join(outputs).unsqueeze(0) if outputs else q
 

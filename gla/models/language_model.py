@@ -327,9 +327,15 @@ class LanguageModel(nn.Module):
 
 def _build(config: ModelConfig, name: str) -> Mixer:
     try:
-        return build_mixer(config.d_model, config.mixers[name])
+        mixer = build_mixer(config.d_model, config.mixers[name])
     except ConfigError as error:
         raise ConfigError(f"mixers.{name}.{error}") from None
+    if not mixer.causal:
+        raise ConfigError(
+            f"mixers.{name}: got a mixer that reads later tokens, expected a causal one in a "
+            "language model; fix with causal = true where the mixer has it, or use an encoder"
+        )
+    return mixer
 
 
 def _mixer(block: nn.Module) -> Mixer:
