@@ -103,6 +103,14 @@ class Mixer(nn.Module, Generic[State]):
         y, after = self(x.unsqueeze(1), state)
         return y.squeeze(1), after
 
+    def set_depth(self, layer: int, layers: int) -> None:
+        """Learn the place in the model; called once, before the weights are drawn.
+
+        Args:
+            layer: 0 for the first block.
+            layers: blocks of the model.
+        """
+
     def require_causal(self, got: str) -> None:
         """Refuse ``got``, something that only a causal mixer can take.
 

@@ -219,6 +219,9 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        for module in self.model.modules():  # random features change between updates only
+            if (redraw := getattr(module, "redraw", None)) is not None:
+                redraw(self.step)
         self.tokens += tokens
         window = self.window
         window["loss"] += loss * tokens

@@ -33,6 +33,42 @@ LINEAR: dict[str, dict[str, Any]] = {
         "conv_width": 2,
     },
 }
+MAPS: dict[str, dict[str, Any]] = {
+    "layered, silu": {"gate": "fixed_by_layer", "num_heads": 4, "feature_map": "silu"},
+    "rotary": {"gate": "fixed", "num_heads": 2, "rotary": True},
+    "exp": {"gate": "none", "num_heads": 2, "feature_map": "exp", "normalize": True},
+    "favor": {
+        "gate": "none",
+        "num_heads": 2,
+        "feature_map": "favor",
+        "num_features": 11,
+        "normalize": True,
+        "rotary": True,
+    },
+    "favor pair, gated": {
+        "gate": "head",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "expand_k": 1.0,
+        "feature_map": "favor_pair",
+        "normalize": True,
+    },
+    "taylor": {"gate": "none", "num_heads": 2, "feature_map": "taylor", "normalize": True},
+    "hedgehog": {
+        "gate": "none",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "feature_map": "hedgehog",
+        "normalize": True,
+    },
+    "dpfp": {"gate": "none", "num_heads": 2, "feature_map": "dpfp", "num_features": 16},
+    "taylor, rotary": {"gate": "none", "key_dim": 3, "feature_map": "taylor", "rotary": True},
+}
+LINEAR |= MAPS
+OTHERS: dict[str, dict[str, Any]] = {
+    "hgrn2": {"kind": "hgrn2", "num_heads": 2},
+    "mamba2": {"kind": "mamba2", "num_heads": 4, "state_dim": 5, "conv_width": 3},
+}
 SOFTMAX: dict[str, dict[str, Any]] = {
     "softmax": {"num_heads": 2},
     "grouped, no rotary": {"num_heads": 4, "num_kv_heads": 2, "rotary": False},
@@ -42,6 +78,7 @@ SOFTMAX: dict[str, dict[str, Any]] = {
 }
 TABLES = {name: {"kind": "linear_attention", **table} for name, table in LINEAR.items()}
 TABLES |= {name: {"kind": "softmax_attention", **table} for name, table in SOFTMAX.items()}
+TABLES |= OTHERS
 
 
 def make_mixer(table: dict[str, Any], dtype: torch.dtype = torch.float64) -> Mixer:
