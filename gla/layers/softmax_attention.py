@@ -1,6 +1,28 @@
-"""Softmax attention layer: full or over a sliding window, rotary positions, grouped heads.
+"""Softmax attention layer: full or sparse, rotary positions, grouped heads.
 
-The baseline (Vaswani et al. 2017, arXiv 1706.03762) and the local part of hybrids.
+The baseline (Vaswani et al. 2017, arXiv 1706.03762) and the local part of hybrids. What token t
+reads, besides itself:
+
+| options               | token t reads                                | also known as             |
+|-----------------------|----------------------------------------------|---------------------------|
+| none                  | all before it                                |                           |
+| window = W            | the W - 1 before it                          | sliding window            |
+| ... global_tokens = g | and the first g                              | sinks; causal Longformer  |
+| ... random_blocks = r | and r blocks of W, drawn from further back   | causal BigBird            |
+| causal = false        | all                                          |                           |
+| ... window = W        | those less than W away                       |                           |
+| ... global_tokens = g | and the first g, which read all              | Longformer                |
+
+Sinks are arXiv 2309.17453 (here at their true distance), Longformer is 2004.05150 (here with one
+set of projections), BigBird 2007.14062.
+
+A decoded token costs O(L D) operations a head, and the state holds 2 L D numbers a head of keys and
+values, where L is all tokens so far (none of the options), W, or g + W. With random blocks L is
+g + 2 W + r W in operations, but all tokens in the state: any block may be drawn again.
+
+Cut in blocks of W from the start of a document, the tokens of block c draw their r blocks from
+0 to c - 2, one from each of r parts of that range, by a hash of the layer's seed and c; so a
+draw does not depend on how the document is read.
 
 Sizes: B batch, T tokens, D model width, H heads, G heads of keys and values, K dimension of a head,
 N sequences (N = B, or the number of packed documents).
@@ -17,7 +39,14 @@ from torch import Tensor
 
 from gla.errors import ConfigError, StateError
 from gla.layers import cache
-from gla.layers.attention import attend, attend_after_window, attend_all, attend_to_cache
+from gla.layers.attention import (
+    Pinned,
+    attend,
+    attend_after_window,
+    attend_both_ways,
+    attend_sparse,
+    attend_to_cache,
+)
 from gla.layers.cache import SoftmaxState
 from gla.layers.linear import Linear
 from gla.layers.linear_attention import check_groups, head_dim
@@ -28,6 +57,8 @@ from gla.state import select
 
 Count = Annotated[int, Field(ge=1)]
 
+_NOISE_BITS = 20
+
 
 class SoftmaxAttentionConfig(MixerConfig):
     """Options of ``SoftmaxAttention``.
@@ -36,23 +67,34 @@ class SoftmaxAttentionConfig(MixerConfig):
         kind: "softmax_attention".
         num_heads: H; None is max(1, d_model // 64).
         num_kv_heads: G, heads of keys and values, each shared by H / G heads; None is H.
-        window: a token reads itself and the window - 1 before it; None reads all before it.
+        window: W, a token reads itself and the window - 1 before it (and after it, if not causal);
+            None reads all.
+        global_tokens: g, the first tokens of a document, read by all tokens; at most W.
+        random_blocks: r, see above.
         rotary: whether positions are embedded; without, only the order of reading tells them.
         rotary_base: base of the rotary wavelengths.
-        causal: False lets every token read its whole document: for encoders; no window.
+        causal: False lets tokens read later ones too: for encoders; no random blocks.
     """
 
     kind: Literal["softmax_attention"] = "softmax_attention"
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
     window: Count | None = None
+    global_tokens: Annotated[int, Field(ge=0)] = 0
+    random_blocks: Annotated[int, Field(ge=0)] = 0
     rotary: bool = True
     rotary_base: Annotated[float, Field(gt=1)] = 10_000.0
     causal: bool = True
 
 
 class SoftmaxAttention(Mixer[SoftmaxState]):
-    """The layer. Its state is a ring of ``window`` tokens, or a cache that grows."""
+    """The layer. Its state is a ring of g + W tokens, or a cache that grows.
+
+    Attributes:
+        seed: [] int64, of the random blocks; drawn with the weights, and in the state dict.
+    """
+
+    seed: Tensor
 
     def __init__(self, d_model: int, config: SoftmaxAttentionConfig) -> None:
         super().__init__()
@@ -67,15 +109,23 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
                 "fix num_heads or rotary"
             )
         self.causal = config.causal
-        if not config.causal and config.window is not None:
-            raise ConfigError(
-                f"window: got {config.window} with causal = false, expected none; fix by leaving "
-                "window out"
-            )
+        _check_options(config)
+        self.ring = None  # its capacity
+        if config.window is not None and not config.random_blocks:
+            self.ring = config.global_tokens + config.window
+        if config.random_blocks:
+            self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
+            self.reset_parameters()
         self.q_proj = Linear(d_model, d_model)
         self.k_proj = Linear(d_model, self.num_kv_heads * self.dim)
         self.v_proj = Linear(d_model, self.num_kv_heads * self.dim)
         self.out_proj = Linear(d_model, d_model)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the seed of the random blocks again."""
+        if self.config.random_blocks:
+            self.seed.copy_(torch.randint(2**31, (), device="cpu"))
 
     def init_state(
         self,
@@ -89,7 +139,7 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         weight = self.out_proj.weight
         return cache.empty(
             batch_size,
-            self.config.window,
+            self.ring,
             self.num_kv_heads,
             self.dim,
             device or weight.device,
@@ -126,20 +176,20 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         if self.config.rotary:
             q, k = rotate(q, k, place.position, self.config.rotary_base)
         # A ring loses tokens that the first new ones still read; one new token reads none of those.
-        read_after = self.config.window is None or (T == 1 and cu_seqlens is None)
+        read_after = self.ring is None or (T == 1 and cu_seqlens is None)
         after = None
-        if need_state or (read_after and state is not None):
+        if need_state or (state is not None and (read_after or self.config.global_tokens)):
             after = self._extend(state, k, v, place, cu_seqlens)
         past = after if read_after and state is not None else state
         if cu_seqlens is None:
-            o = self._attend(q, k, v, past, position, read_after)
+            o = self._attend(q, k, v, past, after, position, read_after)
         else:
             # Lengths of documents decide the shapes there. As a decorator this would import the
             # compiler, and with it Triton, wherever a model is imported.
             attend_packed = self._attend_packed
             if torch.compiler.is_compiling():
                 attend_packed = torch.compiler.disable(attend_packed)  # pyright: ignore
-            o = attend_packed(q, k, v, past, position, cu_seqlens)  # pyright: ignore
+            o = attend_packed(q, k, v, past, after, position, cu_seqlens)  # pyright: ignore
         y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
         return y, after if need_state else None
 
@@ -152,12 +202,13 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         cu_seqlens: Tensor | None,
     ) -> SoftmaxState:
         """The state with the new tokens."""
-        full = self.config.window is None
-        if full and state is None and cu_seqlens is None:
+        if self.ring is None and state is None and cu_seqlens is None:
             return cache.start(k, v)
         if state is None:
             state = self.init_state(len(place.length), device=k.device, dtype=k.dtype)
-        return (cache.append if full else cache.turn)(state, k, v, place)
+        if self.ring is None:
+            return cache.append(state, k, v, place)
+        return cache.turn(state, k, v, place, self.config.global_tokens)
 
     def _attend(
         self,
@@ -165,6 +216,7 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         k: Tensor,
         v: Tensor,
         past: SoftmaxState | None,
+        after: SoftmaxState | None,
         position: Tensor,
         holds_new: bool,
         length: Tensor | None = None,
@@ -174,17 +226,25 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         Args:
             q, k, v: of the rows.
             past: what they read besides themselves.
+            after: the state with them, where there is a past and pinned tokens.
             position: [B].
             holds_new: whether the new tokens stand in ``past`` already.
             length: [B] tokens of each row, the rest pads at its end; None is all.
         """
+        window, pinned = self.config.window, self.config.global_tokens
         if not self.causal:
-            return attend_all(q, k, v, length)
+            return attend_both_ways(q, k, v, window, pinned, length)
+        if self.config.random_blocks and window is not None:
+            k, v = (k, v) if past is None else (past.k, past.v)
+            return attend_sparse(q, k, v, position, window, pinned, self._choose_blocks)
         if past is None:
-            return attend(q, k, v, self.config.window)
+            return attend(q, k, v, window, pinned)
         if not holds_new:
-            k_past, v_past = (cache.in_order(ring, position) for ring in (past.k, past.v))
-            return attend_after_window(q, k, v, k_past, v_past, position)
+            k_past, v_past = (cache.in_order(ring, position, pinned) for ring in (past.k, past.v))
+            first = None
+            if pinned and after is not None:
+                first = Pinned(after.k[:, :pinned], after.v[:, :pinned])
+            return attend_after_window(q, k, v, k_past, v_past, position, first)
         if past.filled is None:  # one token, and the order of a ring does not matter to it
             return attend_to_cache(q, past.k, past.v, position.clamp_max(past.k.shape[1] - 1))
         used = int(past.filled.max())
@@ -196,6 +256,7 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         k: Tensor,
         v: Tensor,
         past: SoftmaxState | None,
+        after: SoftmaxState | None,
         position: Tensor,
         cu_seqlens: Tensor,
     ) -> Tensor:
@@ -205,17 +266,62 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         rows = zip(*(batches.split(x[0]) for x in (q, k, v)), batches.documents, strict=True)
         for q_n, k_n, v_n, documents in rows:
             before = None if past is None else select(past, documents)
+            end = None
+            if before is not None and after is not None and self.config.global_tokens:
+                end = select(after, documents)
             o = self._attend(
                 q_n,
                 k_n,
                 v_n,
                 before,
+                end,
                 position[documents],
-                self.config.window is None,
+                self.ring is None,
                 cu_seqlens.diff()[documents],
             )
             outputs.append(o)
         return batches.join(outputs).unsqueeze(0) if outputs else q
+
+    def _choose_blocks(self, c: Tensor) -> Tensor:
+        """c [...] block numbers -> [..., r] random blocks from 0 to c - 2, or -1; all distinct."""
+        r = self.config.random_blocks
+        k = torch.arange(r, device=c.device)
+        number = (c - 1).clamp_min(0).unsqueeze(-1)  # of blocks to choose from
+        noise = _hash(self.seed + c.unsqueeze(-1) * r + k) & (2**_NOISE_BITS - 1)
+        low, high = number * k // r, number * (k + 1) // r
+        drawn = low + ((high - low) * noise >> _NOISE_BITS)
+        every = k.where(k < number, -1)
+        return torch.where(number > r, drawn, every)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Mix the bits of int64 numbers: 32 bits in, 32 bits out (Wang's integer hash)."""
+    word = 2**32 - 1
+    x = x & word
+    x = ((x ^ 61) ^ (x >> 16)) & word
+    x = (x + (x << 3)) & word
+    x = x ^ (x >> 4)
+    x = (x * 0x27D4EB2D) & word
+    return x ^ (x >> 15)
+
+
+def _check_options(config: SoftmaxAttentionConfig) -> None:
+    for field in ("global_tokens", "random_blocks"):
+        if getattr(config, field) and config.window is None:
+            raise ConfigError(
+                f"{field}: got {getattr(config, field)} without a window, where every token is "
+                f"read anyway, expected 0; fix by setting window"
+            )
+    if config.window is not None and config.global_tokens > config.window:
+        raise ConfigError(
+            f"global_tokens: got {config.global_tokens} with window = {config.window}, expected at "
+            "most the window; fix window"
+        )
+    if config.random_blocks and not config.causal:
+        raise ConfigError(
+            f"random_blocks: got {config.random_blocks} with causal = false, expected 0; fix by "
+            "leaving random_blocks out"
+        )
 
 
 def _check_dtype(cached: torch.dtype, new: torch.dtype) -> None:

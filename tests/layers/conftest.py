@@ -74,6 +74,16 @@ SOFTMAX: dict[str, dict[str, Any]] = {
     "grouped, no rotary": {"num_heads": 4, "num_kv_heads": 2, "rotary": False},
     "window of 1": {"num_heads": 1, "window": 1},
     "window": {"num_heads": 2, "window": 5},
+    "window and first tokens": {"num_heads": 2, "window": 5, "global_tokens": 3},
+    "window, as many first tokens": {"num_heads": 2, "window": 3, "global_tokens": 3},
+    "random blocks": {"num_heads": 2, "window": 3, "random_blocks": 2},
+    "random blocks and first tokens": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "window": 2,
+        "global_tokens": 1,
+        "random_blocks": 3,
+    },
     "window, grouped": {"num_heads": 4, "num_kv_heads": 1, "window": 8},
 }
 TABLES = {name: {"kind": "linear_attention", **table} for name, table in LINEAR.items()}

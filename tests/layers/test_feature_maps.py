@@ -150,7 +150,8 @@ class TestRedraws:
         torch.manual_seed(0)
         a, b = RandomFeatures(8, 32, False, 1), RandomFeatures(8, 32, False, 1)
         assert not torch.equal(a.W, b.W)
-        a.redraw(1), b.redraw(1)
+        for phi in (a, b):
+            phi.redraw(1)
         assert not torch.equal(a.W, b.W)
 
     def test_draws_stay_in_fp32_and_leave_the_generator_alone(self):

@@ -13,6 +13,15 @@ from gla.models.language_model import LanguageModel
 TABLES = {
     "softmax": {"kind": "softmax_attention", "num_heads": 2, "causal": False},
     "grouped": {"kind": "softmax_attention", "num_heads": 4, "num_kv_heads": 2, "causal": False},
+    "window": {"kind": "softmax_attention", "num_heads": 2, "window": 5, "causal": False},
+    "longformer": {
+        "kind": "softmax_attention",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "window": 4,
+        "global_tokens": 3,
+        "causal": False,
+    },
     "normalized": {
         "kind": "linear_attention",
         "gate": "none",
@@ -54,10 +63,30 @@ def test_softmax_equals_its_definition(make):
     )
 
 
-def test_every_token_reads_every_other(both_ways):
-    x = torch.randn(9, 16, dtype=torch.float64)
+@pytest.mark.parametrize("T", [1, 2, 4, 5, 9, 23])
+def test_every_token_reads_what_it_should(both_ways, T):
+    x = torch.randn(T, 16, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda u: both_ways(u[None])[0][0].sum(-1), x)
-    assert bool((jacobian.abs().sum(-1) > 0).all())
+    t, s = torch.arange(T).unsqueeze(1), torch.arange(T)
+    window = getattr(both_ways.config, "window", None) or T
+    near = (t - s).abs() < window
+    g = getattr(both_ways.config, "global_tokens", 0)
+    near |= (t < g) | (s < g)
+    assert torch.equal(jacobian.abs().sum(-1) > 0, near)
+
+
+@pytest.mark.parametrize("T", [1, 4, 11, 30])
+def test_longformer_equals_its_definition(make, T):
+    layer = make(TABLES["longformer"] | {"rotary": False})
+    x = torch.randn(2, T, 16, dtype=torch.float64)
+    q = layer.q_proj(x).view(2, T, 4, 4)
+    k, v = (p(x).view(2, T, 2, 4).repeat_interleave(2, 2) for p in (layer.k_proj, layer.v_proj))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) / 2
+    t, s = torch.arange(T).unsqueeze(1), torch.arange(T)
+    scores = scores.masked_fill(((t - s).abs() >= 4) & (t >= 3) & (s >= 3), -torch.inf)
+    o = torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v)
+    wanted = layer.out_proj(o.reshape(2, T, 16))
+    torch.testing.assert_close(layer(x)[0], wanted, rtol=1e-11, atol=1e-12)
 
 
 def test_packed_documents_equal_separate_ones_with_gradients(both_ways):
@@ -98,7 +127,10 @@ def test_a_language_model_refuses_it(name):
     [
         ({"kind": "linear_attention"}, "gate: got 'channel' with causal = false, expected 'none'"),
         ({"kind": "linear_attention", "gate": "none", "conv_width": 4}, "conv_width: got 4 with"),
-        ({"kind": "softmax_attention", "window": 4}, "window: got 4 with causal = false"),
+        (
+            {"kind": "softmax_attention", "window": 4, "random_blocks": 1},
+            "random_blocks: got 1 with causal = false, expected 0",
+        ),
     ],
 )
 def test_what_has_a_direction_is_refused(make, table, message):
