@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla.errors import ConfigError
-from gla.layers.linear import StaysWide
+from gla.layers.linear import WideModule
 
 FeatureMapName = Literal[
     "identity", "silu", "elu", "relu", "exp", "favor", "favor_pair", "taylor", "hedgehog", "dpfp"
@@ -69,7 +69,7 @@ class FeatureMap(nn.Module):
         return self.function(q), self.function(k)
 
 
-class RandomFeatures(StaysWide):
+class RandomFeatures(WideModule):
     """FAVOR+: one draw for all heads, in the state dict, the same in training and decoding.
 
     The draw follows from ``seed``, which comes from torch's generator when the layer is

@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from gla.layers.gates import DecayRecorder
-from gla.layers.linear import Linear, StaysWide, WideLinear
+from gla.layers.linear import Linear, WideLinear, WideModule
 from gla.layers.linear_attention import RecurrenceConfig, check_recurrence, head_dim
 from gla.layers.mixer import Mixer
 from gla.layers.norms import RMSNorm
@@ -42,7 +42,7 @@ class HGRN2Config(RecurrenceConfig):
     kind: Literal["hgrn2"] = "hgrn2"
 
 
-class ForgetGate(StaysWide):
+class ForgetGate(WideModule):
     """The gate f, bounded from below, in fp32.
 
     Attributes:

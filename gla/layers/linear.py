@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +27,16 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-class StaysWide(nn.Module):
-    """A module that ``model.bfloat16()`` and ``.half()`` leave in fp32."""
+class WideModule(nn.Module):
+    """A module whose parameters and buffers stay in fp32 or wider, and are not decayed.
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    For gates: a decay is multiplied with itself over thousands of tokens, so the 8 bits of bf16 are
+    not enough. ``model.bfloat16()`` or ``.half()`` leaves them in fp32.
+    """
+
+    no_weight_decay = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideModule:
         def keep_wide(x: Tensor) -> Tensor:
             moved = fn(x)
             narrow = moved.dtype.is_floating_point and moved.dtype.itemsize < 4
@@ -40,14 +45,8 @@ class StaysWide(nn.Module):
         return super()._apply(keep_wide, recurse)
 
 
-class WideLinear(StaysWide, Linear):
-    """A Linear that computes in fp32 or wider, under autocast too, and keeps fp32 parameters.
-
-    For gates: a decay is multiplied with itself over thousands of tokens, so the 8 bits of bf16 are
-    not enough.
-    """
-
-    no_weight_decay = True
+class WideLinear(WideModule, Linear):
+    """A Linear that computes in fp32 or wider, under autocast too."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] in any float dtype -> [..., out_features] in the parameters' dtype."""

@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gla.layers.gates import DecayRecorder
-from gla.layers.linear import Linear, StaysWide, WideLinear
+from gla.layers.linear import Linear, WideLinear, WideModule
 from gla.layers.linear_attention import (
     Count,
     LinearAttentionState,
@@ -61,7 +61,7 @@ class Mamba2Config(RecurrenceConfig):
     conv_width: Annotated[int, Field(ge=1)] = 4
 
 
-class StepGate(StaysWide):
+class StepGate(WideModule):
     """Step sizes and decays, in fp32.
 
     Attributes:

@@ -37,7 +37,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
-from gla.errors import ConfigError, StateError
+from gla.errors import ConfigError
 from gla.layers import cache
 from gla.layers.attention import (
     Pinned,
@@ -48,12 +48,11 @@ from gla.layers.attention import (
     attend_to_cache,
 )
 from gla.layers.cache import SoftmaxState
+from gla.layers.cached_attention import CachedAttention
 from gla.layers.linear import Linear
 from gla.layers.linear_attention import check_groups, head_dim
-from gla.layers.mixer import Mixer, MixerConfig
-from gla.layers.packing import batch_documents
+from gla.layers.mixer import MixerConfig
 from gla.layers.rotary import rotate
-from gla.state import select
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -87,7 +86,7 @@ class SoftmaxAttentionConfig(MixerConfig):
     causal: bool = True
 
 
-class SoftmaxAttention(Mixer[SoftmaxState]):
+class SoftmaxAttention(CachedAttention):
     """The layer. Its state is a ring of g + W tokens, or a cache that grows.
 
     Attributes:
@@ -110,9 +109,9 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
             )
         self.causal = config.causal
         _check_options(config)
-        self.ring = None  # its capacity
+        self.pinned = config.global_tokens
         if config.window is not None and not config.random_blocks:
-            self.ring = config.global_tokens + config.window
+            self.ring = self.pinned + config.window
         if config.random_blocks:
             self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
             self.reset_parameters()
@@ -127,88 +126,14 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         if self.config.random_blocks:
             self.seed.copy_(torch.randint(2**31, (), device="cpu"))
 
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> SoftmaxState:
-        """Empty state in the dtype of the activations."""
-        self.require_causal("a call for a state")
-        weight = self.out_proj.weight
-        return cache.empty(
-            batch_size,
-            self.ring,
-            self.num_kv_heads,
-            self.dim,
-            device or weight.device,
-            dtype or weight.dtype,
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        state: SoftmaxState | None = None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        need_state: bool = True,
-    ) -> tuple[Tensor, SoftmaxState | None]:
-        """See ``Mixer.forward``.
-
-        Raises:
-            StateError: the cache is narrower than the new keys and would round them.
-        """
-        if state is not None:
-            self.require_causal("a state")
-        need_state = need_state and self.causal
-        B, T = x.shape[:2]
+    def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``CachedAttention``."""
         q = rearrange(self.q_proj(x), "b t (h k) -> b t h k", h=self.num_heads)
         k = rearrange(self.k_proj(x), "b t (g k) -> b t g k", g=self.num_kv_heads)
         v = rearrange(self.v_proj(x), "b t (g k) -> b t g k", g=self.num_kv_heads)
-        if state is None:
-            N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            position = torch.zeros(N, device=x.device, dtype=torch.int64)
-        else:
-            position = state.position
-            _check_dtype(state.k.dtype, k.dtype)
-        place = cache.place_tokens(position, B, T, cu_seqlens)
         if self.config.rotary:
-            q, k = rotate(q, k, place.position, self.config.rotary_base)
-        # A ring loses tokens that the first new ones still read; one new token reads none of those.
-        read_after = self.ring is None or (T == 1 and cu_seqlens is None)
-        after = None
-        if need_state or (state is not None and (read_after or self.config.global_tokens)):
-            after = self._extend(state, k, v, place, cu_seqlens)
-        past = after if read_after and state is not None else state
-        if cu_seqlens is None:
-            o = self._attend(q, k, v, past, after, position, read_after)
-        else:
-            # Lengths of documents decide the shapes there. As a decorator this would import the
-            # compiler, and with it Triton, wherever a model is imported.
-            attend_packed = self._attend_packed
-            if torch.compiler.is_compiling():
-                attend_packed = torch.compiler.disable(attend_packed)  # pyright: ignore
-            o = attend_packed(q, k, v, past, after, position, cu_seqlens)  # pyright: ignore
-        y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
-        return y, after if need_state else None
-
-    def _extend(
-        self,
-        state: SoftmaxState | None,
-        k: Tensor,
-        v: Tensor,
-        place: cache.Place,
-        cu_seqlens: Tensor | None,
-    ) -> SoftmaxState:
-        """The state with the new tokens."""
-        if self.ring is None and state is None and cu_seqlens is None:
-            return cache.start(k, v)
-        if state is None:
-            state = self.init_state(len(place.length), device=k.device, dtype=k.dtype)
-        if self.ring is None:
-            return cache.append(state, k, v, place)
-        return cache.turn(state, k, v, place, self.config.global_tokens)
+            q, k = rotate(q, k, position, self.config.rotary_base)
+        return q, k, v
 
     def _attend(
         self,
@@ -221,17 +146,8 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
         holds_new: bool,
         length: Tensor | None = None,
     ) -> Tensor:
-        """Rows [B, T, ...] after ``position`` [B] earlier tokens -> [B, T, H, K].
-
-        Args:
-            q, k, v: of the rows.
-            past: what they read besides themselves.
-            after: the state with them, where there is a past and pinned tokens.
-            position: [B].
-            holds_new: whether the new tokens stand in ``past`` already.
-            length: [B] tokens of each row, the rest pads at its end; None is all.
-        """
-        window, pinned = self.config.window, self.config.global_tokens
+        """See ``CachedAttention``."""
+        window, pinned = self.config.window, self.pinned
         if not self.causal:
             return attend_both_ways(q, k, v, window, pinned, length)
         if self.config.random_blocks and window is not None:
@@ -249,38 +165,6 @@ class SoftmaxAttention(Mixer[SoftmaxState]):
             return attend_to_cache(q, past.k, past.v, position.clamp_max(past.k.shape[1] - 1))
         used = int(past.filled.max())
         return attend_to_cache(q, past.k[:, :used], past.v[:, :used], position)
-
-    def _attend_packed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: SoftmaxState | None,
-        after: SoftmaxState | None,
-        position: Tensor,
-        cu_seqlens: Tensor,
-    ) -> Tensor:
-        """Documents of a packed row, as rows of a few batches: [1, T, ...] -> [1, T, H, K]."""
-        batches = batch_documents(cu_seqlens)
-        outputs = []
-        rows = zip(*(batches.split(x[0]) for x in (q, k, v)), batches.documents, strict=True)
-        for q_n, k_n, v_n, documents in rows:
-            before = None if past is None else select(past, documents)
-            end = None
-            if before is not None and after is not None and self.config.global_tokens:
-                end = select(after, documents)
-            o = self._attend(
-                q_n,
-                k_n,
-                v_n,
-                before,
-                end,
-                position[documents],
-                self.ring is None,
-                cu_seqlens.diff()[documents],
-            )
-            outputs.append(o)
-        return batches.join(outputs).unsqueeze(0) if outputs else q
 
     def _choose_blocks(self, c: Tensor) -> Tensor:
         """c [...] block numbers -> [..., r] random blocks from 0 to c - 2, or -1; all distinct."""
@@ -321,12 +205,4 @@ def _check_options(config: SoftmaxAttentionConfig) -> None:
         raise ConfigError(
             f"random_blocks: got {config.random_blocks} with causal = false, expected 0; fix by "
             "leaving random_blocks out"
-        )
-
-
-def _check_dtype(cached: torch.dtype, new: torch.dtype) -> None:
-    if torch.promote_types(cached, new) != cached:
-        raise StateError(
-            f"state.k: got a cache in {cached} for keys in {new}, expected {new}; "
-            "fix by going on in the precision that the state was made in"
         )

@@ -56,6 +56,19 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "mamba2": {"kind": "mamba2"},
     "softmax": {"kind": "softmax_attention"},
     "window": {"kind": "softmax_attention", "window": 256},
+    # Xiao et al. 2023, arXiv 2309.17453
+    "sinks": {"kind": "softmax_attention", "window": 252, "global_tokens": 4},
+    # Beltagy et al. 2020, arXiv 2004.05150
+    "longformer": {"kind": "softmax_attention", "window": 256, "global_tokens": 16},
+    # Zaheer et al. 2020, arXiv 2007.14062
+    "bigbird": {
+        "kind": "softmax_attention",
+        "window": 64,
+        "global_tokens": 64,
+        "random_blocks": 3,
+    },
+    # Kitaev et al. 2020, arXiv 2001.04451
+    "reformer": {"kind": "reformer"},
 }
 
 _HIDDEN_STEP = 32

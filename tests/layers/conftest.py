@@ -67,6 +67,8 @@ MAPS: dict[str, dict[str, Any]] = {
 LINEAR |= MAPS
 OTHERS: dict[str, dict[str, Any]] = {
     "hgrn2": {"kind": "hgrn2", "num_heads": 2},
+    "reformer": {"kind": "reformer", "num_heads": 2, "buckets": 4, "rounds": 2, "window": 2},
+    "reformer, one round": {"kind": "reformer", "buckets": 2, "rounds": 1, "window": 3},
     "mamba2": {"kind": "mamba2", "num_heads": 4, "state_dim": 5, "conv_width": 3},
 }
 SOFTMAX: dict[str, dict[str, Any]] = {
