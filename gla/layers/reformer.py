@@ -3,11 +3,12 @@
 Queries and keys are one projection; a key is its query at unit length. Each of R rounds hashes the
 keys of a head into C buckets, with the arg max over [W k, -W k] for a random W, so that keys of
 small angle tend to share a bucket. Token t reads the last w earlier tokens of its bucket, over all
-rounds together, each once. What a token finds follows from the past alone: buckets are not filled by
-sorting a whole chunk, which would let later tokens push earlier ones out of it. It reads itself
-too, with a score lowered by 4: its score is the highest there can be, and where it is masked, as in the
-paper, a token that finds one other gives the same output whatever it is itself. Buckets are
-discrete, so rounding can move a token to another one.
+rounds together, each once. What a token finds follows from the past alone: buckets are not filled
+by sorting a whole chunk, which would let later tokens push earlier ones out of it.
+
+It reads itself too, with a score lowered by 4. Its own score is the highest there can be; but where
+it is masked, as in the paper, a token that finds one other gives the same output whatever it is
+itself. Buckets are discrete, so rounding can move a token to another one.
 
 This layer is the record of that route, written to be read: it masks the scores of all pairs, so a
 token costs O(t K) operations, as in full attention, and the state holds 2 t K numbers a head.
