@@ -80,7 +80,7 @@ class LinearAttentionConfig(RecurrenceConfig):
         output_gate: multiply the output with silu(W x).
         conv_width: tokens that a short convolution of q, k and v spans; 0 leaves it out.
         causal: False lets every token read its whole document: for encoders; no gate and no
-            convolution, which have a direction.
+            convolution, which have a direction, and no choice of form.
     """
 
     kind: Literal["linear_attention"] = "linear_attention"
@@ -253,7 +253,8 @@ def _check_options(config: LinearAttentionConfig, key_dim: int, num_features: in
             f"rotary: got true with {rotated} channels of a key, expected an even number; "
             "fix key_dim or rotary"
         )
-    for field, neutral in (("gate", "none"), ("conv_width", 0)):
+    neutral_values = {"gate": "none", "conv_width": 0, "impl": "auto", "chunk_size": None}
+    for field, neutral in neutral_values.items():
         if not config.causal and getattr(config, field) != neutral:
             raise ConfigError(
                 f"{field}: got {getattr(config, field)!r} with causal = false, expected "

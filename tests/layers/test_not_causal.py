@@ -127,6 +127,8 @@ def test_a_language_model_refuses_it(name):
     [
         ({"kind": "linear_attention"}, "gate: got 'channel' with causal = false, expected 'none'"),
         ({"kind": "linear_attention", "gate": "none", "conv_width": 4}, "conv_width: got 4 with"),
+        ({"kind": "linear_attention", "gate": "none", "impl": "torch"}, "impl: got 'torch' with"),
+        ({"kind": "linear_attention", "gate": "none", "chunk_size": 16}, "chunk_size: got 16 with"),
         (
             {"kind": "softmax_attention", "window": 4, "random_blocks": 1},
             "random_blocks: got 1 with causal = false, expected 0",

@@ -319,3 +319,15 @@ class TestTraining:
         assert abs(found[0] / math.log(256) - 1) < 0.03
         assert sum(found[-5:]) / 5 < 3.2  # the entropy of single bytes is 3.1 nats
         assert sum(found[-5:]) < sum(found[20:25])
+
+
+@pytest.mark.slow
+@every_preset
+def test_the_loss_is_one_graph(name):
+    model, x = make_model(name, torch.float32), tokens(2, 24)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: model.loss(x, x), backend="aot_eager", fullgraph=True)
+    wanted, got = model.loss(x, x), compiled(x)
+    torch.testing.assert_close(got, wanted)
+    gradients = [torch.autograd.grad(y, list(model.parameters())) for y in (got, wanted)]
+    torch.testing.assert_close(gradients[0], gradients[1])
