@@ -108,7 +108,7 @@ class Reformer(CachedAttention):
             rearrange(proj(x), "b t (h k) -> b t h k", h=self.num_heads)
             for proj in (self.qk_proj, self.v_proj)
         )
-        return rotate(q, q, position, _ROTARY_BASE)[0], F.normalize(q, dim=-1, eps=1e-6), v
+        return _rotate(q, position), F.normalize(q, dim=-1, eps=1e-6), v
 
     def _attend(
         self,
@@ -129,7 +129,7 @@ class Reformer(CachedAttention):
         slot = torch.arange(k.shape[1], device=k.device)
         bucket, rank = self._buckets(k)
         place = position.view(-1, 1) + torch.arange(T, device=k.device)
-        q, k, v = (x.transpose(1, 2) for x in (q, rotate(k, k, slot[None], _ROTARY_BASE)[0], v))
+        q, k, v = (x.transpose(1, 2) for x in (q, _rotate(k, slot.unsqueeze(0)), v))
         outputs = []
         for q_n, place_n in zip(
             q.split(_QUERY_BLOCK, 2), place.split(_QUERY_BLOCK, 1), strict=True
@@ -145,7 +145,15 @@ class Reformer(CachedAttention):
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def _buckets(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """k [B, L, H, K] -> bucket and rank within the bucket, by place, [B, H, R, L] int64."""
+        """k [B, L, H, K] -> bucket and rank, [B, H, R, L] int64.
+
+        Ranks number the tokens of a bucket by their place, from where the bucket before ends.
+        """
         bucket = self.hash(k)
-        counts = F.one_hot(bucket, self.config.buckets).cumsum(-2)
-        return bucket, counts.gather(-1, bucket.unsqueeze(-1)).squeeze(-1)
+        order = bucket.argsort(stable=True)
+        number = torch.arange(k.shape[1], device=k.device).expand_as(order)
+        return bucket, torch.empty_like(order).scatter_(-1, order, number)
+
+
+def _rotate(x: Tensor, position: Tensor) -> Tensor:
+    return rotate(x, x[:, :, :0], position, _ROTARY_BASE)[0]
