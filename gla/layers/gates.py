@@ -39,9 +39,8 @@ class FixedGate(nn.Module):
         self.num_heads = num_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, D] -> log_decay [G] fp32; x only says on which device."""
-        head = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)
-        return torch.log1p(-torch.exp2(-5 - head))
+        """x [B, T, D] -> log_decay [G], fp32 or wider; x only gives device and dtype."""
+        return torch.log1p(-torch.exp2(-5 - _heads(self.num_heads, x)))
 
 
 class FixedByLayerGate(nn.Module):
@@ -53,9 +52,8 @@ class FixedByLayerGate(nn.Module):
         self.rest = 1.0  # 1 - l / L
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, D] -> log_decay [G] fp32; x only says on which device."""
-        head = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)
-        return head * (-8 / self.num_heads * self.rest)
+        """x [B, T, D] -> log_decay [G], fp32 or wider; x only gives device and dtype."""
+        return _heads(self.num_heads, x) * (-8 / self.num_heads * self.rest)
 
 
 class HeadGate(nn.Module):
@@ -128,3 +126,9 @@ def build_gate(gate: GateName, d_model: int, num_heads: int, key_dim: int) -> nn
         case "channel":
             return ChannelGate(d_model, num_heads, key_dim)
     return None
+
+
+def _heads(num_heads: int, x: Tensor) -> Tensor:
+    """0, 1, ... [G] on the device of x, in its dtype but fp32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.arange(num_heads, device=x.device, dtype=dtype)

@@ -125,9 +125,7 @@ def test_equals_a_loop(make, name):
     x = torch.randn(2, 13, 16, dtype=torch.float64)
     y, _ = layer(x)
     wanted = torch.stack([loop(layer, row) for row in x])
-    # Constant gates are fp32.
-    tolerance = 1e-6 if layer.config.gate.startswith("fixed") else 1e-11
-    torch.testing.assert_close(y, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(y, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_defaults_are_those_of_the_paper():

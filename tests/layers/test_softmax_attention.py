@@ -64,7 +64,9 @@ def test_equals_a_loop(make, T, window, heads):
 
 
 @pytest.mark.parametrize("T", [1, 3, 4, 8, 9, 40])
-@pytest.mark.parametrize("options", [(4, 1, 0), (4, 4, 0), (1, 1, 0), (4, 0, 1), (3, 2, 2)])
+@pytest.mark.parametrize(
+    "options", [(4, 1, 0), (4, 4, 0), (1, 1, 0), (4, 0, 1), (3, 2, 2), (1, 1, 2)]
+)
 def test_sparse_forms_equal_a_loop(make, T, options):
     window, global_tokens, random_blocks = options
     layer = make(
