@@ -138,6 +138,16 @@ class RandomFeatures(WideModule):
         return torch.exp(projected - half_square) * self.num_features**-0.5
 
 
+def redraw_features(model: nn.Module, step: int) -> None:
+    """Draw anew the random features of a model that are due after training step ``step``, from 1.
+
+    To be called between updates, on every rank: what is drawn follows from seed and step.
+    """
+    for module in model.modules():
+        if isinstance(module, RandomFeatures):
+            module.redraw(step)
+
+
 class Hedgehog(nn.Module):
     """One learned map a head, one for queries and one for keys.
 
