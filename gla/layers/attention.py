@@ -105,7 +105,7 @@ def attend_both_ways(
     mask = torch.cat([far, near], dim=-1).expand(B, -1, -1, -1)
     q_blocks, k_near, v_near, mask = (x.flatten(0, 1) for x in (q_blocks, k_near, v_near, mask))
     o = _sdpa(q_blocks, k_near, v_near, mask)
-    o = rearrange(o, "(b n) w h d -> b (n w) h d", b=B)
+    o = rearrange(o, "(b n) w h d -> b (n w) h d", n=t.shape[1])
     return torch.cat([_sdpa(q[:, :g], k, v, mask=real), o[:, g:T]], dim=1)
 
 
@@ -229,7 +229,7 @@ def attend_sparse(
     slot = slot.clamp(0, k.shape[1] - 1)
     k_blocks, v_blocks = (x[row.unsqueeze(-1), slot].flatten(0, 1) for x in (k, v))
     o = _sdpa(q_blocks.flatten(0, 1), k_blocks, v_blocks, mask.flatten(0, 1))
-    o = rearrange(o, "(b n) w h d -> b (n w) h d", b=B)
+    o = rearrange(o, "(b n) w h d -> b (n w) h d", n=blocks)
     return o[row, torch.arange(T, device=q.device) + offset.unsqueeze(1)]
 
 
@@ -247,7 +247,7 @@ def _attend_in_blocks(
 
     [B, T, H, D] -> [B, T - start, H, D]. Memory is 2 W + g keys a block, so linear in T.
     """
-    B, T = q.shape[:2]
+    T = q.shape[1]
     skip = start // window
     q_blocks, k_blocks, v_blocks = (_blocks(x, window) for x in (q, k, v))
     pairs = [torch.cat([x[:, skip - 1 : -1], x[:, skip:]], dim=2) for x in (k_blocks, v_blocks)]
@@ -263,7 +263,7 @@ def _attend_in_blocks(
         ]
     k_pairs, v_pairs = (x.flatten(0, 1) for x in pairs)
     o = _sdpa(q_blocks[:, skip:].flatten(0, 1), k_pairs, v_pairs, mask)
-    return rearrange(o, "(b n) w h d -> b (n w) h d", b=B)[:, : T - start]
+    return rearrange(o, "(b n) w h d -> b (n w) h d", n=pairs[0].shape[1])[:, : T - start]
 
 
 def _sdpa(

@@ -168,6 +168,20 @@ class TestSameWhateverTheWay:
                 torch.testing.assert_close(a, model.decode_step(next_token, after)[0], **TOLERANCE)
 
 
+@every_preset
+def test_no_rows_no_tokens_and_empty_documents(name):
+    model = make_model(name)
+    warm, nothing = model(tokens(3, 9)).state, torch.tensor([0, 0, 3, 3])
+    assert model(tokens(0, 5)).logits.shape == (0, 5, V)
+    for state in (None, warm):
+        assert model(tokens(3, 0), state).logits.shape == (3, 0, V)
+        logits, after = model(tokens(1, 3), state, cu_seqlens=nothing)
+        before = None if state is None else select(state, [1])
+        torch.testing.assert_close(logits, model(tokens(1, 3), before).logits, **TOLERANCE)
+        assert after.position.tolist() == [0, 3, 0] if state is None else [9, 12, 9]
+    assert model(tokens(1, 0), cu_seqlens=torch.tensor([0])).logits.shape == (1, 0, V)
+
+
 # Weights of one mixer with H heads at width d, by hand. RMSNorm of the output: one head's values.
 COUNTS: dict[str, Callable[[int, int], int]] = {
     "linear": lambda d, H: 4 * d * d,
