@@ -20,7 +20,7 @@ from gla.layers.mixer import Mixer, build_mixer, mixer_config, register_mixer
 from gla.layers.softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig
 from gla.models.config import ModelConfig, presets
 from gla.models.language_model import LanguageModel
-from gla.state import nbytes, select
+from gla.state import load, nbytes, save, select
 
 D, V, T = 16, 32, 21
 SMALL = {
@@ -261,6 +261,16 @@ def test_the_decode_state_is_as_large_as_promised(name):
         _, state = model.prefill(tokens(1, 150), state)
         sizes.append(nbytes(state))
     assert (len(set(sizes)) > 1) == (name in GROWING)
+
+
+@every_preset
+def test_a_state_written_to_a_file_goes_on_as_it_was(name, tmp_path):
+    model = make_model(name, torch.float32)
+    _, state = model.prefill(tokens(1, T))
+    save(state, tmp_path / "state")
+    loaded, _ = load(tmp_path / "state", model.init_state(1))
+    again = tokens(1, 9, seed=4)
+    assert torch.equal(model(again, loaded).logits, model(again, state).logits)
 
 
 @every_preset
