@@ -62,10 +62,10 @@ class ForgetGate(WideModule):
         nn.init.constant_(self.bound_logits, _BOUND_LOGIT)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, D] -> f and 1 - f, each [B, T, D], fp32 or wider."""
+        """x [B, T, D] -> log f and 1 - f, each [B, T, D], fp32 or wider."""
         bound = (self.layer + self.bound_logits.sigmoid()) / self.layers
         take = (1 - bound) * torch.sigmoid(-self.proj(x))
-        return 1 - take, take
+        return torch.log1p(-take), take  # exact where f is near 1; f is above b_l, so above 0
 
 
 class HGRN2(DecayRecorder, Mixer[LinearState]):
@@ -110,8 +110,7 @@ class HGRN2(DecayRecorder, Mixer[LinearState]):
     ) -> tuple[Tensor, LinearState | None]:
         """See ``Mixer.forward``."""
         v = self.v_proj(x)
-        forget, take = self.gate(x)
-        log_decay = forget.log()  # f is above b_l, so above 0
+        log_decay, take = self.gate(x)
         self.note_decay(log_decay)
         q, k, v, log_decay = (
             rearrange(u, "b t (h k) -> b t h k", h=self.num_heads)

@@ -43,7 +43,8 @@ def test_later_layers_remember_for_longer():
     x = torch.full((1, 1, 16), -100.0)
     for layer, block in enumerate(blocks):
         torch.nn.init.ones_(block.mixer.gate.proj.weight)
-        forget, take = block.mixer.gate(x)  # a gate that wants to forget everything
+        log_decay, take = block.mixer.gate(x)  # a gate that wants to forget everything
+        forget = log_decay.exp()
         torch.testing.assert_close(forget + take, torch.ones(1, 1, 16))
         bound = (layer + torch.sigmoid(torch.tensor(-2.0))) / 4
         torch.testing.assert_close(forget, bound.expand(1, 1, 16))
@@ -52,3 +53,12 @@ def test_later_layers_remember_for_longer():
 def test_wrong_heads_are_named():
     with pytest.raises(ConfigError, match="num_heads: got 3 heads for d_model = 16"):
         HGRN2(16, HGRN2Config(num_heads=3))
+
+
+def test_a_gate_near_one_keeps_its_digits():
+    layer = HGRN2(16, HGRN2Config())
+    torch.nn.init.ones_(layer.gate.proj.weight)
+    x = torch.full((1, 1, 16), 1.0)  # a logit of 16: what is taken in is 1e-7
+    log_decay, take = layer.gate(x)
+    torch.testing.assert_close(log_decay, -take, rtol=1e-5, atol=0)
+    assert 0 < take.max() < 1.2e-7
