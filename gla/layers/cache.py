@@ -1,4 +1,4 @@
-"""Keys and values of a softmax layer: everything read so far, or a ring of the last W tokens.
+"""Keys and values of a softmax layer: all that was read, or the first g and the last W tokens.
 
 Neither is changed under the hands of a caller who keeps an older state. The ring is small and is
 written anew. The full cache has spare room, and new tokens go into slots that older states do not
@@ -25,8 +25,9 @@ class SoftmaxState(NamedTuple):
     """State of a softmax layer. Keys are stored after the rotary embedding.
 
     Attributes:
-        k: [N, C, G, D] keys. Full: token j in slot j, C at least ``position``. Ring: C = W, token j
-            in slot j mod W.
+        k: [N, C, G, D] keys. Full: token j in slot j, C at least ``position``. Ring: C = g + W;
+            the first g tokens in their slots for good, token j after them in slot
+            g + (j - g) mod W.
         v: [N, C, G, D] values.
         position: [N] int64, tokens read so far.
         filled: [N] int64, slots of the buffers written so far by any state that shares them; None
@@ -41,16 +42,16 @@ class SoftmaxState(NamedTuple):
 
 def empty(
     batch_size: int,
-    window: int | None,
+    capacity: int | None,
     num_heads: int,
     dim: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> SoftmaxState:
-    """State of N sequences that have read nothing: a ring of W slots, or no room yet."""
-    k = torch.zeros(batch_size, window or 0, num_heads, dim, device=device, dtype=dtype)
+    """State of N sequences that have read nothing: a ring of ``capacity`` slots, or no room yet."""
+    k = torch.zeros(batch_size, capacity or 0, num_heads, dim, device=device, dtype=dtype)
     position = torch.zeros(batch_size, device=device, dtype=torch.int64)
-    filled = torch.zeros(batch_size, dtype=torch.int64) if window is None else None
+    filled = torch.zeros(batch_size, dtype=torch.int64) if capacity is None else None
     return SoftmaxState(k, torch.zeros_like(k), position, filled)
 
 
@@ -129,16 +130,20 @@ def _noticed(buffers: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> bool:
     return buffers[0].is_inference() and not torch.is_inference_mode_enabled()
 
 
-def turn(state: SoftmaxState, k: Tensor, v: Tensor, place: Place) -> SoftmaxState:
-    """Ring with new tokens: k, v [B, T, G, D]; each slot takes the newest token that is its own."""
+def turn(state: SoftmaxState, k: Tensor, v: Tensor, place: Place, pinned: int = 0) -> SoftmaxState:
+    """Ring with new tokens: k, v [B, T, G, D]; each slot takes the newest token that is its own.
+
+    ``pinned`` is g, the tokens at the start that keep their slots.
+    """
     if k.shape[1] == 0:
         return state
-    window = state.k.shape[1]
+    window = state.k.shape[1] - pinned
     position = state.position + place.length
-    slot = torch.arange(window, device=k.device)
+    slot = torch.arange(state.k.shape[1], device=k.device)
     last = position.unsqueeze(1) - 1
     owner = last - (last - slot).remainder(window)  # place in its sequence of the slot's token
-    new = owner >= state.position.unsqueeze(1)
+    owner = torch.where(slot < pinned, slot.where(slot <= last, -1), owner)
+    new = (owner >= state.position.unsqueeze(1)) & ((slot < pinned) | (owner >= pinned))
     token = place.first.unsqueeze(1) + owner - state.position.unsqueeze(1)
     token = token.where(new, 0)
     rings = []
@@ -148,9 +153,12 @@ def turn(state: SoftmaxState, k: Tensor, v: Tensor, place: Place) -> SoftmaxStat
     return SoftmaxState(rings[0], rings[1], position, None)
 
 
-def in_order(ring: Tensor, position: Tensor) -> Tensor:
-    """Ring [N, W, G, D] -> the same W tokens from the oldest to the newest."""
-    window = ring.shape[1]
-    slot = torch.arange(window, device=ring.device)
-    slot = (position.unsqueeze(1) + slot).remainder(window)
-    return ring.gather(1, slot[..., None, None].expand_as(ring))
+def in_order(ring: Tensor, position: Tensor, pinned: int = 0) -> Tensor:
+    """Ring [N, g + W, G, D] -> the last W tokens [N, W, G, D] from the oldest to the newest.
+
+    Places below ``pinned`` = g, or below 0, hold anything.
+    """
+    window = ring.shape[1] - pinned
+    place = position.unsqueeze(1) - window + torch.arange(window, device=ring.device)
+    slot = pinned + (place - pinned).remainder(window)
+    return ring.gather(1, slot[..., None, None].expand(-1, -1, *ring.shape[2:]))

@@ -27,22 +27,26 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-class WideLinear(Linear):
-    """A Linear that computes in fp32 or wider, under autocast too, and keeps fp32 parameters.
+class WideModule(nn.Module):
+    """A module whose parameters and buffers stay in fp32 or wider, and are not decayed.
 
     For gates: a decay is multiplied with itself over thousands of tokens, so the 8 bits of bf16 are
-    not enough. ``model.bfloat16()`` or ``.half()`` leaves its parameters in fp32.
+    not enough. ``model.bfloat16()`` or ``.half()`` leaves them in fp32.
     """
 
     no_weight_decay = True
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideModule:
         def keep_wide(x: Tensor) -> Tensor:
             moved = fn(x)
             narrow = moved.dtype.is_floating_point and moved.dtype.itemsize < 4
             return x.to(moved.device) if narrow else moved
 
         return super()._apply(keep_wide, recurse)
+
+
+class WideLinear(WideModule, Linear):
+    """A Linear that computes in fp32 or wider, under autocast too."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] in any float dtype -> [..., out_features] in the parameters' dtype."""

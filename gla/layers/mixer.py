@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from gla.errors import ConfigError
+from gla.errors import ConfigError, StateError
 from gla.state import State
 
 
@@ -27,7 +27,7 @@ class MixerConfig(BaseModel):
 
 
 class Mixer(nn.Module, Generic[State]):
-    """A causal map over tokens with a state: the part of a block that looks at other tokens.
+    """A map over tokens with a state: the part of a block that looks at other tokens.
 
     A subclass is built as ``Layer(d_model, config)`` and raises ConfigError there if it cannot do
     what the config asks. It gives ``forward`` and ``init_state``. Rules that the model relies on:
@@ -36,10 +36,19 @@ class Mixer(nn.Module, Generic[State]):
     - Splitting a sequence anywhere and passing the state on changes nothing beyond rounding.
     - The state passed in is left as it was.
 
+    A mixer with ``causal = False`` lets every token read its whole document, and of these rules
+    only one holds for it: documents of a pack never meet. It has no state: ``forward`` returns
+    None for it, and refuses one that is given; it stands in encoders only.
+
     A last map that is an ``nn.Linear`` named ``out_proj`` is scaled down with the depth of the
     model at initialization; see ``gla.models.language_model``. Modules that set
     ``no_weight_decay = True`` are not decayed by the optimizer.
+
+    Attributes:
+        causal: whether no token reads a later one; of the class, or set by ``__init__``.
     """
+
+    causal: bool = True
 
     def forward(
         self,
@@ -59,6 +68,9 @@ class Mixer(nn.Module, Generic[State]):
 
         Returns:
             y [B, T, D], and the state after the last token of each sequence.
+
+        Raises:
+            StateError: a state for a mixer that is not causal.
         """
         raise NotImplementedError
 
@@ -75,13 +87,42 @@ class Mixer(nn.Module, Generic[State]):
             batch_size: N.
             device: of the state; that of the layer if None.
             dtype: of the activations; that of the layer if None.
+
+        Raises:
+            StateError: the mixer is not causal.
         """
         raise NotImplementedError
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Mix one token: x [B, D] -> y [B, D], next state."""
+        """Mix one token: x [B, D] -> y [B, D], next state.
+
+        Raises:
+            StateError: the mixer is not causal.
+        """
+        self.require_causal("one token at a time")
         y, after = self(x.unsqueeze(1), state)
         return y.squeeze(1), after
+
+    def set_depth(self, layer: int, layers: int) -> None:
+        """Learn the place in the model; called once, before the weights are drawn.
+
+        Args:
+            layer: 0 for the first block.
+            layers: blocks of the model.
+        """
+
+    def require_causal(self, got: str) -> None:
+        """Refuse ``got``, something that only a causal mixer can take.
+
+        Raises:
+            StateError: the mixer is not causal.
+        """
+        if not self.causal:
+            raise StateError(
+                f"state: got {got} for a {type(self).__name__} with causal = false, expected whole "
+                "documents and no state: a later token changes every output; fix by reading the "
+                "documents again, or with a causal mixer"
+            )
 
 
 _MIXERS: dict[str, tuple[type[BaseModel], Callable[[int, Any], Mixer]]] = {}

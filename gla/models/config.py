@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,19 +20,57 @@ from pydantic import (
 import gla.layers  # noqa: F401 - registers the mixers that come with gla
 from gla.errors import ConfigError
 from gla.layers.mixer import describe_faults, mixer_config, nearest
+from gla.models.pattern import expand
 
 Count = Annotated[int, Field(ge=1)]
 
+# A layer of linear attention with the normalizer, as it was published: no gates, K = V.
+_NORMALIZED = {
+    "kind": "linear_attention",
+    "gate": "none",
+    "normalize": True,
+    "expand_k": 1.0,
+    "output_gate": False,
+}
 _PRESETS: dict[str, dict[str, Any]] = {
+    # Katharopoulos et al. 2020, arXiv 2006.16236
+    "linear": {**_NORMALIZED, "feature_map": "elu"},
+    # Choromanski et al. 2020, arXiv 2009.14794
+    "performer": {**_NORMALIZED, "feature_map": "favor", "rotary": True},
+    # Arora et al. 2024, arXiv 2402.18668: 16 channels a key
+    "based": {**_NORMALIZED, "feature_map": "taylor", "expand_k": 0.25},
+    # Sun et al. 2023, arXiv 2307.08621; K = D / 2, where the paper has V = 2 D
+    "retnet": {"kind": "linear_attention", "gate": "fixed", "rotary": True},
+    # Qin et al. 2024, arXiv 2405.17381
+    "lightning": {
+        "kind": "linear_attention",
+        "gate": "fixed_by_layer",
+        "feature_map": "silu",
+        "expand_k": 1.0,
+    },
     # Yang et al. 2023, arXiv 2312.06635
     "gla": {"kind": "linear_attention", "gate": "channel"},
-    # The same layer without a gate
-    "linear": {"kind": "linear_attention", "gate": "none"},
+    # Qin et al. 2024, arXiv 2404.07904
+    "hgrn2": {"kind": "hgrn2"},
+    # Dao and Gu 2024, arXiv 2405.21060
+    "mamba2": {"kind": "mamba2"},
     "softmax": {"kind": "softmax_attention"},
     "window": {"kind": "softmax_attention", "window": 256},
+    # Xiao et al. 2023, arXiv 2309.17453
+    "sinks": {"kind": "softmax_attention", "window": 252, "global_tokens": 4},
+    # Beltagy et al. 2020, arXiv 2004.05150
+    "longformer": {"kind": "softmax_attention", "window": 256, "global_tokens": 16},
+    # Zaheer et al. 2020, arXiv 2007.14062
+    "bigbird": {
+        "kind": "softmax_attention",
+        "window": 64,
+        "global_tokens": 64,
+        "random_blocks": 3,
+    },
+    # Kitaev et al. 2020, arXiv 2001.04451
+    "reformer": {"kind": "reformer"},
 }
 
-_ENTRY = re.compile(r"\s*(?P<name>[\w.-]+)\s*(\*\s*(?P<count>\d+)\s*)?")
 _HIDDEN_STEP = 32
 
 
@@ -48,7 +85,8 @@ class ModelConfig(BaseModel):
     Attributes:
         d_model: width of the residual stream.
         vocab_size: tokens of the vocabulary.
-        layers: one entry a run of blocks, "name" or "name*count"; a name of ``mixers`` or a preset.
+        layers: names of ``mixers`` or presets, from the first block to the last: "name",
+            "name*count", "(name*count, name)*count"; see ``gla.models.pattern``.
         mixers: {name: table}; a table has a ``kind`` and the options of that kind. Presets that
             ``layers`` names are filled in, so that a written config says all of it.
         mlp_ratio: width inside the SwiGLU over d_model, rounded up to a multiple of 32.
@@ -103,9 +141,9 @@ class ModelConfig(BaseModel):
             return data
         mixers = dict(mixers)
         for entry in layers:
-            match = _ENTRY.fullmatch(entry) if isinstance(entry, str) else None
-            if match and match["name"] not in mixers and match["name"] in _PRESETS:
-                mixers[match["name"]] = _PRESETS[match["name"]]
+            for name in _names(entry):
+                if name not in mixers and name in _PRESETS:
+                    mixers[name] = _PRESETS[name]
         return {**data, "mixers": mixers}
 
     @field_validator("mixers", mode="before")
@@ -133,15 +171,17 @@ class ModelConfig(BaseModel):
         known = list(dict.fromkeys([*self.mixers, *_PRESETS]))
         faults = []
         for i, entry in enumerate(self.layers):
-            match = _ENTRY.fullmatch(entry)
-            if match is None or (match["count"] and int(match["count"]) < 1):
+            try:
+                names = expand(entry)
+            except ValueError as reason:
                 faults.append(
-                    f"layers[{i}]: got {entry!r}, expected a name or name*count with a count of at "
-                    f"least 1; fix layers[{i}]"
+                    f"layers[{i}]: got {entry!r}, expected a name, name*count or "
+                    f"(name, ...)*count; in it: {reason}; fix layers[{i}]"
                 )
-            elif match["name"] not in self.mixers:
-                wanted = nearest(match["name"], known)
-                faults.append(f"layers[{i}]: got {entry!r}, expected {wanted}")
+                continue
+            for name in dict.fromkeys(names):
+                if name not in self.mixers:
+                    faults.append(f"layers[{i}]: got {entry!r}, expected {nearest(name, known)}")
         if faults:
             raise ConfigError("\n".join(faults))
         return self
@@ -149,10 +189,17 @@ class ModelConfig(BaseModel):
     @property
     def layer_names(self) -> list[str]:
         """One mixer name a block."""
-        matches = (_ENTRY.fullmatch(entry) for entry in self.layers)
-        return [m["name"] for m in matches if m for _ in range(int(m["count"] or 1))]
+        return [name for entry in self.layers for name in expand(entry)]
 
     @property
     def mlp_hidden(self) -> int:
         """Width inside the SwiGLU."""
         return -(-round(self.d_model * self.mlp_ratio) // _HIDDEN_STEP) * _HIDDEN_STEP
+
+
+def _names(entry: Any) -> list[str]:
+    """The names in an entry of ``layers``; none if it is no pattern, which is said elsewhere."""
+    try:
+        return list(dict.fromkeys(expand(entry)))
+    except (ValueError, TypeError, AttributeError):
+        return []

@@ -106,7 +106,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(
-            Block(config, _build(config, name)) for name in config.layer_names
+            Block(config, _build(config, layer)) for layer in range(len(config.layer_names))
         )
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None
@@ -325,11 +325,19 @@ class LanguageModel(nn.Module):
         return h, ModelState(tuple(layers), length if state is None else state.position + length)
 
 
-def _build(config: ModelConfig, name: str) -> Mixer:
+def _build(config: ModelConfig, layer: int) -> Mixer:
+    name = config.layer_names[layer]
     try:
-        return build_mixer(config.d_model, config.mixers[name])
+        mixer = build_mixer(config.d_model, config.mixers[name])
     except ConfigError as error:
         raise ConfigError(f"mixers.{name}.{error}") from None
+    if not mixer.causal:
+        raise ConfigError(
+            f"mixers.{name}: got a mixer that reads later tokens, expected a causal one in a "
+            "language model; fix with causal = true where the mixer has it, or use an encoder"
+        )
+    mixer.set_depth(layer, len(config.layer_names))
+    return mixer
 
 
 def _mixer(block: nn.Module) -> Mixer:

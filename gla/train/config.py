@@ -294,8 +294,20 @@ def _parse(text: str, annotation: Any) -> Any:
     except tomllib.TOMLDecodeError:
         pass
     if get_origin(kind) in (list, tuple):
-        return [_parse(part.strip(), get_args(kind)[0]) for part in text.split(",")]
+        return [_parse(part.strip(), get_args(kind)[0]) for part in _split(text)]
     return text
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that stand in no parentheses: a pattern of layers may hold some."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def _describe(fault: Any) -> str:

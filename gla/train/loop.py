@@ -21,6 +21,7 @@ from gla import storage
 from gla.data.loader import Batch, Loader
 from gla.data.tokenizer import Tokenizer
 from gla.errors import CheckpointError, ConfigError, NumericsError
+from gla.layers.feature_maps import redraw_features
 from gla.models.language_model import LanguageModel
 from gla.train import checkpoint, run_folder
 from gla.train.config import RunConfig, apply_overrides, build, load_recipe, read_toml
@@ -219,6 +220,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        redraw_features(self.model, self.step)
         self.tokens += tokens
         window = self.window
         window["loss"] += loss * tokens

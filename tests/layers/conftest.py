@@ -33,15 +33,64 @@ LINEAR: dict[str, dict[str, Any]] = {
         "conv_width": 2,
     },
 }
+MAPS: dict[str, dict[str, Any]] = {
+    "layered, silu": {"gate": "fixed_by_layer", "num_heads": 4, "feature_map": "silu"},
+    "rotary": {"gate": "fixed", "num_heads": 2, "rotary": True},
+    "exp": {"gate": "none", "num_heads": 2, "feature_map": "exp", "normalize": True},
+    "favor": {
+        "gate": "none",
+        "num_heads": 2,
+        "feature_map": "favor",
+        "num_features": 11,
+        "normalize": True,
+        "rotary": True,
+    },
+    "favor pair, gated": {
+        "gate": "head",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "expand_k": 1.0,
+        "feature_map": "favor_pair",
+        "normalize": True,
+    },
+    "taylor": {"gate": "none", "num_heads": 2, "feature_map": "taylor", "normalize": True},
+    "hedgehog": {
+        "gate": "none",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "feature_map": "hedgehog",
+        "normalize": True,
+    },
+    "dpfp": {"gate": "none", "num_heads": 2, "feature_map": "dpfp", "num_features": 16},
+    "taylor, rotary": {"gate": "none", "key_dim": 3, "feature_map": "taylor", "rotary": True},
+}
+LINEAR |= MAPS
+OTHERS: dict[str, dict[str, Any]] = {
+    "hgrn2": {"kind": "hgrn2", "num_heads": 2},
+    "reformer": {"kind": "reformer", "num_heads": 2, "buckets": 4, "rounds": 2, "window": 2},
+    "reformer, one round": {"kind": "reformer", "buckets": 2, "rounds": 1, "window": 3},
+    "mamba2": {"kind": "mamba2", "num_heads": 4, "state_dim": 5, "conv_width": 3},
+}
 SOFTMAX: dict[str, dict[str, Any]] = {
     "softmax": {"num_heads": 2},
     "grouped, no rotary": {"num_heads": 4, "num_kv_heads": 2, "rotary": False},
     "window of 1": {"num_heads": 1, "window": 1},
     "window": {"num_heads": 2, "window": 5},
+    "window and first tokens": {"num_heads": 2, "window": 5, "global_tokens": 3},
+    "window, as many first tokens": {"num_heads": 2, "window": 3, "global_tokens": 3},
+    "random blocks": {"num_heads": 2, "window": 3, "random_blocks": 2},
+    "random blocks and first tokens": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "window": 2,
+        "global_tokens": 1,
+        "random_blocks": 3,
+    },
     "window, grouped": {"num_heads": 4, "num_kv_heads": 1, "window": 8},
 }
 TABLES = {name: {"kind": "linear_attention", **table} for name, table in LINEAR.items()}
 TABLES |= {name: {"kind": "softmax_attention", **table} for name, table in SOFTMAX.items()}
+TABLES |= OTHERS
 
 
 def make_mixer(table: dict[str, Any], dtype: torch.dtype = torch.float64) -> Mixer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
 import pytest
@@ -14,8 +16,57 @@ from gla.layers.linear_attention import LinearAttention, LinearAttentionConfig
 
 from .conftest import LINEAR
 
-MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
-MAPS["relu"] = lambda x: F.relu(x) + 1e-3
+
+def unit(x):
+    return x / (x.square().mean() + 1e-6).sqrt()
+
+
+def features(layer, x, weight):
+    """phi of one key or query [K], one feature at a time; ``weight`` is the head's map, if any."""
+    K, name = len(x), layer.config.feature_map
+    if name == "identity":
+        return x
+    if name == "silu":
+        return x * x.sigmoid()
+    if name == "elu":
+        return torch.where(x > 0, x, x.exp() - 1) + 1
+    if name == "relu":
+        return x.clamp_min(0) + 1e-3
+    if name == "exp":
+        return unit(x).exp()
+    if name.startswith("favor"):
+        y = unit(x) / K**0.25
+        rows = [w for w in layer.feature_map.W]
+        rows += [-w for w in rows] if name == "favor_pair" else []
+        values = [math.exp(w @ y - y @ y / 2) / len(rows) ** 0.5 for w in rows]
+        return torch.tensor(values, dtype=x.dtype)
+    if name == "taylor":
+        pairs = [x[i] * x[j] / K**0.5 for i in range(K) for j in range(i + 1, K)]
+        squares = [x[i] ** 2 / (2 * K) ** 0.5 for i in range(K)]
+        return torch.stack([torch.ones_like(x[0]), *(x / K**0.25), *squares, *pairs])
+    if name == "hedgehog":
+        return torch.cat([2 * weight @ x, -2 * weight @ x]).softmax(0)
+    assert name == "dpfp"
+    r = [max(v, 0.0) for v in x.tolist()] + [max(-v, 0.0) for v in x.tolist()]
+    shifts = layer.num_features // (2 * K)
+    values = [r[i] * r[(i + j) % (2 * K)] for j in range(1, shifts + 1) for i in range(2 * K)]
+    return torch.tensor(values, dtype=x.dtype)
+
+
+def turned(x, t):
+    """Rotary embedding of one vector at place t, as a product of complex numbers."""
+    half = len(x) // 2
+    angle = t * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    z = torch.complex(x[:half], x[half:]) * torch.exp(1j * angle)
+    return torch.cat([z.real, z.imag])
+
+
+def mapped(layer, x, t, weight):
+    if not layer.config.rotary:
+        return features(layer, x, weight)
+    if layer.config.feature_map.startswith("favor"):
+        return features(layer, turned(x, t), weight)
+    return turned(features(layer, x, weight), t)
 
 
 def loop(layer, x):
@@ -28,32 +79,37 @@ def loop(layer, x):
         weight = layer.conv.weight.T.unsqueeze(1)
         qkv = F.silu(F.conv1d(F.pad(qkv.T, (W - 1, 0)), weight, groups=len(weight)).T)
     q, k, v = qkv.split([H * K, G * K, G * V], -1)
-    q, k = (MAPS[config.feature_map](u) for u in (q, k))
     logits = torch.zeros(0)
     if config.gate == "channel":
         logits = F.linear(layer.gate.down(x), layer.gate.up.weight, layer.gate.up.bias)
     elif config.gate == "head":
-        logits = layer.gate.proj(x).repeat_interleave(K, -1)
+        logits = layer.gate.proj(x)
+    q_maps, k_maps = (getattr(layer.feature_map, f"{n}_map", [None] * H) for n in "qk")
     rows = []
-    S = torch.zeros(H, K, V, dtype=x.dtype)
-    z = torch.zeros(H, K, dtype=x.dtype)
+    S = torch.zeros(H, layer.num_features, V, dtype=x.dtype)
+    z = torch.zeros(H, layer.num_features, dtype=x.dtype)
     for t in range(T):
         heads = []
         for h in range(H):
             g = h // (H // G)
-            key, value = k[t, g * K : (g + 1) * K], v[t, g * V : (g + 1) * V]
-            decay = torch.ones(K, dtype=x.dtype)
+            key = mapped(layer, k[t, g * K : (g + 1) * K], t, k_maps[g])
+            value = v[t, g * V : (g + 1) * V]
+            decay = torch.ones(len(key), dtype=x.dtype)
             if config.gate == "fixed":
                 decay = decay * (1 - 2.0 ** (-5 - g))
-            elif config.gate != "none":
+            elif config.gate == "fixed_by_layer":
+                decay = decay * math.exp(-8 * g / G)
+            elif config.gate == "head":
+                decay = decay * torch.sigmoid(logits[t, g]) ** (1 / 16)
+            elif config.gate == "channel":
                 decay = torch.sigmoid(logits[t, g * K : (g + 1) * K]) ** (1 / 16)
             S[h] = decay[:, None] * S[h] + torch.outer(key, value)
             z[h] = decay * z[h] + key
-            query = q[t, h * K : (h + 1) * K]
+            query = mapped(layer, q[t, h * K : (h + 1) * K], t, q_maps[h])
             if config.normalize:
                 heads.append(query @ S[h] / (query @ z[h]))
             else:
-                o = query @ S[h] / K**0.5
+                o = query @ S[h] / len(query) ** 0.5
                 heads.append(o / (o.square().mean() + config.norm_eps).sqrt() * layer.norm.weight)
         rows.append(torch.cat(heads))
     o = torch.stack(rows)
@@ -69,9 +125,7 @@ def test_equals_a_loop(make, name):
     x = torch.randn(2, 13, 16, dtype=torch.float64)
     y, _ = layer(x)
     wanted = torch.stack([loop(layer, row) for row in x])
-    # The constants of "fixed" are fp32.
-    tolerance = 1e-6 if name == "fixed" else 1e-11
-    torch.testing.assert_close(y, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(y, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_defaults_are_those_of_the_paper():
@@ -146,8 +200,27 @@ def test_checked_mode_names_a_nan(make):
         ({"num_heads": 2, "value_dim": 9}, "for value_dim = 9, and 9 % 2 = 1"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads: got 3 for 4 heads"),
         ({"normalize": True}, "feature_map: got 'identity' with normalize = true, .* elu, relu"),
+        (
+            {"feature_map": "dpfp", "normalize": True, "gate": "none"},
+            "feature_map: got 'dpfp' with",
+        ),
+        (
+            {"feature_map": "elu", "normalize": True, "rotary": True},
+            "rotary: got true with normalize = true and feature_map 'elu', expected one of favor",
+        ),
+        ({"key_dim": 3, "rotary": True}, "rotary: got true with 3 channels of a key, expected an"),
+        ({"num_features": 8}, "num_features: got 8 with feature_map 'identity', expected none"),
+        ({"redraw_every": 8}, "redraw_every: got 8 with feature_map 'identity', expected 0"),
+        (
+            {"feature_map": "dpfp", "num_features": 8},
+            "num_features: got 8 with feature_map 'dpfp', expected a multiple of 16",
+        ),
+        (
+            {"feature_map": "taylor", "key_dim": 32},
+            "key_dim: got 561 features a head, expected at most 512",
+        ),
         ({"feature_map": "silu", "normalize": True}, "feature_map: got 'silu'"),
-        ({"gate": "chanel"}, "gate: got 'chanel', expected 'none', 'fixed', 'head' or 'channel'"),
+        ({"gate": "chanel"}, "gate: got 'chanel', expected 'none', 'fixed', 'fixed_by_layer'"),
         ({"conv_widht": 4}, "conv_widht: got an unknown key, .* fix by writing 'conv_width'"),
         ({"num_heads": "2"}, "num_heads: got '2', expected a valid integer"),
     ],
@@ -161,3 +234,10 @@ def test_a_head_that_no_form_takes_is_refused_when_built() -> None:
     with pytest.raises(ConfigError, match="value_dim: got 1024 a head, expected at most 512"):
         LinearAttention(1024, LinearAttentionConfig(num_heads=1, key_dim=512))
     assert LinearAttention(512, LinearAttentionConfig(num_heads=1)).value_dim == 512
+
+
+def test_a_form_that_runs_nowhere_here_is_refused_when_built() -> None:
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("a device here takes the kernels")
+    with pytest.raises(ConfigError, match="impl: got 'triton', expected"):
+        LinearAttention(64, LinearAttentionConfig(impl="triton"))

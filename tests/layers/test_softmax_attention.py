@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla.errors import ConfigError, StateError
+from gla.layers.attention import attend, attend_to_cache
 from gla.state import nbytes
 
 
@@ -20,14 +21,26 @@ def loop(layer, x):
         q, k = turned(q), turned(k)
     rows = []
     for t in range(T):
-        first = 0 if layer.config.window is None else max(0, t - layer.config.window + 1)
+        read = reads(layer, t)
         heads = []
         for h in range(H):
             g = h // (H // G)
-            scores = k[first : t + 1, g] @ q[t, h] / layer.dim**0.5
-            heads.append(scores.softmax(0) @ v[first : t + 1, g])
+            scores = k[read, g] @ q[t, h] / layer.dim**0.5
+            heads.append(scores.softmax(0) @ v[read, g])
         rows.append(torch.cat(heads))
     return layer.out_proj(torch.stack(rows))
+
+
+def reads(layer, t):
+    """The places that token t reads."""
+    config, window = layer.config, layer.config.window
+    if window is None:
+        return list(range(t + 1))
+    read = {s for s in range(t + 1) if s > t - window or s < config.global_tokens}
+    if config.random_blocks:
+        chosen = layer._choose_blocks(torch.tensor(t // window)).tolist()
+        read |= {s for c in chosen if c >= 0 for s in range(c * window, (c + 1) * window)}
+    return sorted(read)
 
 
 def turned(x):
@@ -48,6 +61,65 @@ def test_equals_a_loop(make, T, window, heads):
     y, _ = layer(x)
     wanted = torch.stack([loop(layer, row) for row in x])
     torch.testing.assert_close(y, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [1, 3, 4, 8, 9, 40])
+@pytest.mark.parametrize(
+    "options", [(4, 1, 0), (4, 4, 0), (1, 1, 0), (4, 0, 1), (3, 2, 2), (1, 1, 2)]
+)
+def test_sparse_forms_equal_a_loop(make, T, options):
+    window, global_tokens, random_blocks = options
+    layer = make(
+        {
+            "kind": "softmax_attention",
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "window": window,
+            "global_tokens": global_tokens,
+            "random_blocks": random_blocks,
+        }
+    )
+    x = torch.randn(2, T, 16, dtype=torch.float64)
+    wanted = torch.stack([loop(layer, row) for row in x])
+    torch.testing.assert_close(layer(x)[0], wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_random_blocks_are_past_distinct_seeded_and_everywhere(make):
+    table = {"kind": "softmax_attention", "window": 2, "random_blocks": 3}
+    layer = make(table)
+    c = torch.arange(2000)
+    chosen = layer._choose_blocks(c)
+    assert bool((chosen < (c - 1).clamp_min(0).unsqueeze(1)).all())
+    for number in range(2000):
+        found = [b for b in chosen[number].tolist() if b >= 0]
+        assert len(set(found)) == len(found) == min(3, max(0, number - 1))
+    share = (chosen[1000:] / (c[1000:] - 1).unsqueeze(1)).flatten()
+    counts = torch.histc(share.float(), 10, 0, 1)
+    assert bool(((counts - 300).abs() < 70).all())  # 300 draws in each tenth, 4 standard errors
+    other = make(table)
+    assert not torch.equal(other.seed, layer.seed)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other._choose_blocks(c), chosen)
+
+
+def test_fewer_queries_than_keys_stand_at_the_end_of_the_keys():
+    q, k, v = (torch.randn(1, 7, 2, 4, dtype=torch.float64) for _ in range(3))
+    whole = attend(q, k, v)
+    last = attend_to_cache(q[:, 4:], k, v, torch.tensor([4]))
+    torch.testing.assert_close(last, whole[:, 4:])
+
+
+def test_first_tokens_stay_in_a_ring_that_never_grows(make):
+    layer = make({"kind": "softmax_attention", "window": 8, "global_tokens": 3}, torch.float32)
+    state = layer.init_state(1)
+    assert state.k.shape == (1, 11, 1, 16)
+    _, state = layer(torch.randn(1, 2, 16), state)
+    _, state = layer(torch.randn(1, 5, 16), state)
+    first, size = state.k[:, :3].clone(), nbytes(state)
+    assert bool((first != 0).all())
+    for T in (1, 4, 30, 1):
+        _, state = layer(torch.randn(1, T, 16), state)
+        assert torch.equal(state.k[:, :3], first) and nbytes(state) == size
 
 
 def test_a_ring_has_its_window_and_never_grows(make):
@@ -105,10 +177,21 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("window", [None, 16])
+OPTIONS = {
+    "full": {},
+    "window": {"window": 16},
+    "first tokens": {"window": 16, "global_tokens": 4},
+    "random blocks": {"window": 16, "random_blocks": 2},
+    "both ways": {"window": 16, "global_tokens": 4, "causal": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["rows", "warm", "documents"])
-def test_memory_is_linear_in_the_tokens(make, window, kind):
-    layer = make({"kind": "softmax_attention", "window": window}, torch.float32)
+def test_memory_is_linear_in_the_tokens(make, options, kind):
+    layer = make({"kind": "softmax_attention", **OPTIONS[options]}, torch.float32)
+    if kind == "warm" and not layer.causal:
+        return
     T = 4096
     x = torch.randn(1, T, 16)
     state = layer(x[:, :50])[1] if kind == "warm" else None
@@ -128,6 +211,12 @@ def test_memory_is_linear_in_the_tokens(make, window, kind):
         ({"num_heads": 16}, "rotary: got true with d_model / num_heads = 1, expected an even"),
         ({"windows": 4}, "windows: got an unknown key, .* fix by writing 'window'"),
         ({"window": 0}, "window: got 0, expected greater than or equal to 1"),
+        ({"global_tokens": 2}, "global_tokens: got 2 without a window"),
+        ({"random_blocks": 2}, "random_blocks: got 2 without a window"),
+        (
+            {"window": 4, "global_tokens": 5},
+            "global_tokens: got 5 with window = 4, expected at most the window",
+        ),
     ],
 )
 def test_wrong_options_say_what_is_wrong(make, table, message):

@@ -31,8 +31,25 @@ def test_patterns_are_expanded_in_order():
     assert [getattr(b.mixer.config, "gate", None) for b in blocks[2:4]] == ["channel", "head"]
 
 
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        (["(gla*3, softmax)*2"], "gggsggg" + "s"),
+        (["softmax*2", "gla*3"], "ssggg"),
+        (["gla,softmax , gla"], "gsg"),
+        (["((gla, softmax)*2, gla)*2", "softmax"], "gsgsggsgsgs"),
+        (["(gla)"], "g"),
+    ],
+)
+def test_patterns_nest(layers, names):
+    config = ModelConfig(d_model=16, vocab_size=8, layers=layers)
+    assert "".join(name[0] for name in config.layer_names) == names
+    assert set(config.mixers) == set(config.layer_names)
+
+
 def test_presets_are_tables_that_build():
-    assert {"gla", "linear", "softmax", "window"} <= set(presets())
+    wanted = "linear performer based retnet lightning gla hgrn2 mamba2 softmax window"
+    assert set(wanted.split()) <= set(presets())
     for name, table in presets().items():
         config = ModelConfig(d_model=48, vocab_size=64, layers=[name] * 2)
         mixer: Any = config.mixers[name]
@@ -92,11 +109,19 @@ GOOD = {"d_model": 16, "vocab_size": 8, "layers": ["gla"]}
         ({"layers": ["glaa*2"]}, r"layers\[0\]: got 'glaa\*2', .*; fix by writing 'gla'"),
         (
             {"layers": ["gla", "gla*0"]},
-            r"layers\[1\]: got 'gla\*0', expected a name or name\*count",
+            r"layers\[1\]: got 'gla\*0', .* in it: got '0', expected a count of at least 1",
         ),
         ({"layers": ["gla*-1"]}, r"layers\[0\]: got 'gla\*-1'"),
-        ({"layers": ["nothing"]}, r"expected one of gla, linear, softmax, window; fix the name"),
-        ({"mixers": {"a": {}}}, "mixers.a.kind: got nothing, expected one of linear_attention"),
+        ({"layers": ["(gla, softmax*2"]}, r"in it: got 'the end', expected '\)', '\*' or ','"),
+        ({"layers": ["gla softmax"]}, r"in it: got 'softmax', expected '\*', ',' or the end"),
+        ({"layers": ["gla, *2"]}, r"in it: got '\*', expected a name or '\('"),
+        ({"layers": ["gla**2"]}, r"in it: got '\*', expected a count"),
+        ({"layers": [""]}, r"in it: got 'the end', expected a name"),
+        ({"layers": ["gla; softmax"]}, r"in it: got ';', expected a name, a count or"),
+        ({"layers": ["(gla*9999)*9999"]}, r"expected at most 10000 blocks"),
+        ({"layers": ["(gla, sofmax)*2"]}, r"layers\[0\]: .*; fix by writing 'softmax'"),
+        ({"layers": ["zzzz"]}, r"expected one of linear, .*, softmax, window.*; fix the name"),
+        ({"mixers": {"a": {}}}, "mixers.a.kind: got nothing, expected one of .*linear_attention"),
         ({"mixers": {"a": {"kind": "softmax"}}}, "mixers.a.kind: .*'softmax_attention'"),
         ({"mixers": {"a": 3}}, "mixers.a: got 3, expected a table"),
         ({"mixers": [1]}, "mixers: got "),
