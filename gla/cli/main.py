@@ -54,8 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (GlaError, OSError) as reason:
         if debug:
             raise
-        print(f"gla: {_one_line(reason)}", file=sys.stderr)
+        print(f"gla: {_of_rank()}{_one_line(reason)}", file=sys.stderr)
         return reason.exit_code if isinstance(reason, GlaError) else 1
+
+
+def _of_rank() -> str:
+    """Return "rank N: " where torchrun started several processes, whose errors meet on stderr."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"rank {os.environ.get('RANK', '?')}: " if several else ""
 
 
 def _one_line(reason: GlaError | OSError) -> str:

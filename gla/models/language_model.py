@@ -219,22 +219,47 @@ class LanguageModel(nn.Module):
         Returns:
             A scalar, fp32 or wider.
         """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"reduction: got {reduction!r}, expected 'mean' or 'sum'; fix reduction"
+            )
+        total, _ = self._loss(tokens, targets, ignore_index, state, cu_seqlens, need_state=False)
+        if reduction == "sum":
+            return total
+        return total / (targets != ignore_index).sum().clamp_min(1)
+
+    def loss_and_state(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: ModelState | None = None,
+        cu_seqlens: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> tuple[Tensor, ModelState]:
+        """``loss`` with reduction "sum", and the state after the tokens, differentiable."""
+        total, after = self._loss(tokens, targets, ignore_index, state, cu_seqlens, need_state=True)
+        return total, _given(after)
+
+    def _loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        state: ModelState | None,
+        cu_seqlens: Tensor | None,
+        need_state: bool,
+    ) -> tuple[Tensor, ModelState | None]:
         check_inputs(len(self.blocks), tokens, state, cu_seqlens, None)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets: got shape {list(targets.shape)}, expected that of tokens, "
                 f"{list(tokens.shape)}; fix targets"
             )
-        if reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"reduction: got {reduction!r}, expected 'mean' or 'sum'; fix reduction"
-            )
-        h, _ = self._hidden(tokens, state, cu_seqlens, need_state=False)
-        targets = targets.flatten()
-        total = linear_cross_entropy(h.flatten(0, 1), self._head_weight, targets, ignore_index)
-        if reduction == "sum":
-            return total
-        return total / (targets != ignore_index).sum().clamp_min(1)
+        h, after = self._hidden(tokens, state, cu_seqlens, need_state)
+        total = linear_cross_entropy(
+            h.flatten(0, 1), self._head_weight, targets.flatten(), ignore_index
+        )
+        return total, after
 
     @torch.no_grad()
     def prefill(

@@ -31,10 +31,10 @@ DEATHS = {
     "before-rename": ("gla.storage:_move_into_place", 2),
     "before-prune": ("gla.train.checkpoint:prune", 3),
     "while-pruning": ("gla.train.checkpoint:shutil.rmtree", 1),
-    "in-a-step": ("gla.train.loop:count_targets", 11),
+    "in-a-step": ("gla.train.objective:count_targets", 12),
     "between-update-and-log": ("gla.train.monitor:Monitor.record", 4),
-    "in-evaluation": ("gla.train.loop:evaluate", 2),
-    "before-the-first-checkpoint": ("gla.train.loop:count_targets", 2),
+    "in-evaluation": ("gla.train.objective:evaluate", 2),
+    "before-the-first-checkpoint": ("gla.train.objective:count_targets", 3),
     "in-creation": ("gla.train.run_folder:storage.write_bytes_atomic", 2),
 }
 
@@ -98,14 +98,14 @@ def main(recipe: str, folder: Path) -> dict[str, list[int]]:
             in_child(lambda n=name, d=death: (die_in_call(*d), start(n))),
             in_child(lambda n=name, a=again: a(n)),
         ]
-    step = "gla.train.loop:count_targets"
+    step = "gla.train.objective:count_targets"
     for name, signals in {
         "sigint": (signal.SIGINT,),
         "sigterm": (signal.SIGTERM,),
         "sigterm-twice": (signal.SIGTERM, signal.SIGTERM),
     }.items():
         codes[name] = [
-            in_child(lambda n=name, s=signals: (die_in_call(step, 9, s), start(n))),
+            in_child(lambda n=name, s=signals: (die_in_call(step, 10, s), start(n))),
             in_child(lambda n=name: go_on(n)),
         ]
     rng = random.Random(0)
