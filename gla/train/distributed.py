@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from gla.errors import DistributedError
 
 _BUCKET_NUMBERS = 1 << 23  # gradients added up at a time: 32 MiB in fp32
 _ANSWER_SECONDS = 2  # given to the other processes to say that they are alive
-_DIGEST_BYTES = 32
+_DETAIL = 600  # characters of torch's own message
 
 
 def is_main() -> bool:
@@ -121,7 +122,7 @@ class Ranks:
         except RuntimeError as reason:
             lost = self._lost()
             what = f"no answer from rank {', '.join(map(str, lost))}" if lost else "an error"
-            detail = " ".join(str(reason).split())
+            detail = " ".join(str(reason).split())[:_DETAIL]
             raise DistributedError(
                 f"process group: got {what} while adding up results ({detail}), expected all "
                 f"{self.size} processes; fix the one that failed first and go on with gla resume"
@@ -130,17 +131,24 @@ class Ranks:
     def _lost(self) -> list[int]:
         """Return the ranks that do not say within two seconds that they had an error too."""
         store = dist.distributed_c10d._get_default_store()
-        lost = []
-        try:
+        silent = set(range(self.size)) - {self.rank}
+
+        def ask() -> None:
             store.set(f"gla/alive/{self.rank}", "yes")
-            for rank in range(self.size):
-                try:
+            for rank in sorted(silent):
+                with contextlib.suppress(dist.DistStoreError):
                     store.wait([f"gla/alive/{rank}"], timedelta(seconds=_ANSWER_SECONDS))
-                except dist.DistStoreError:
-                    lost.append(rank)
-        except RuntimeError:  # the store itself is gone, and rank 0 or torchrun keeps it
-            return [0] if self.rank else lost
-        return lost
+                    silent.discard(rank)
+
+        def ask_or_fail() -> None:
+            with contextlib.suppress(RuntimeError):
+                ask()
+
+        # Where the process that keeps the store hangs, so does the question.
+        thread = threading.Thread(target=ask_or_fail, daemon=True)
+        thread.start()
+        thread.join(2 * _ANSWER_SECONDS + self.size)
+        return [0] if thread.is_alive() and self.rank else sorted(silent)
 
 
 @contextlib.contextmanager
@@ -178,10 +186,15 @@ def started(device: torch.device, timeout_s: int) -> Iterator[Ranks]:
             f"could start ({' '.join(str(reason).split())}), expected a free port of the first "
             "machine; fix by starting with torchrun, which chooses one"
         ) from reason
+    # After an error this may hang, and the process ends anyway.
     try:
         yield Ranks(rank, size, device)
-    finally:
+    except DistributedError:
+        raise
+    except BaseException:
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def local_device(name: str) -> str:
