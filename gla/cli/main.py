@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train a model from a recipe",
     "resume": "go on with a run from its newest checkpoint",
     "eval": "loss, perplexity and bits per byte of a run on its validation split",
+    "report": "one page about a run: curves, figures, samples (HTML and PNG)",
     "generate": "continue a prompt with a run's model",
 }
 INTERRUPTED = 130

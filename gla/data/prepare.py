@@ -57,12 +57,14 @@ class Prepared(NamedTuple):
         val: The validation split.
         duplicates: Documents left out since an equal one came before.
         skipped: Faulty records left out, see ``Corpus.skipped``.
+        resumed_bytes: Text that an earlier, killed run had done already.
     """
 
     train: SplitTotals
     val: SplitTotals
     duplicates: int
     skipped: int
+    resumed_bytes: int = 0
 
 
 def prepare(
@@ -309,7 +311,7 @@ def _fill(
     report = on_progress or (lambda documents, num_bytes: None)
     documents = work.documents
     num_bytes = sum(writer.index.num_bytes for writer in work.writers.values())
-    reported = saved = num_bytes
+    resumed = reported = saved = num_bytes
     rest = _after(_split(unique, val_fraction), work)
     for split, (tokens, size, digest) in encode(rest, work.folder / "tokenizer", workers):
         work.writers[split].add(tokens, size, digest)
@@ -326,7 +328,7 @@ def _fill(
         SplitTotals(index.num_documents, index.num_tokens, index.num_bytes)
         for index in (work.writers[name].index for name in _SPLITS)
     )
-    return Prepared(train, val, unique.duplicates, corpus.skipped)
+    return Prepared(train, val, unique.duplicates, corpus.skipped, resumed)
 
 
 def _after(

@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gla import storage
-from gla.errors import CheckpointError, NumericsError
+from gla.errors import CheckpointError
+from gla.models.weights import AVERAGE, WEIGHTS, check_finite, named_once
 from gla.tables import describe_faults
 from gla.train.config import RunConfig, build, read_toml
 
@@ -128,15 +129,15 @@ def snapshot(
         carried: See ``Restored``.
     """
     tables = {
-        "model.safetensors": _named_once(model.state_dict()),
+        WEIGHTS: named_once(model.state_dict()),
         "optimizer.safetensors": _optimizer_tensors(model, optimizer),
-        "average.safetensors": dict(average or {}),
+        AVERAGE: dict(average or {}),
         "carried.safetensors": dict(carried or {}),
     }
     copies = {
         file: {name: _copy(tensor) for name, tensor in tensors.items()}
         for file, tensors in tables.items()
-        if tensors or file in ("model.safetensors", "optimizer.safetensors")
+        if tensors or file in (WEIGHTS, "optimizer.safetensors")
     }
     return Snapshot(copies, facts, config_toml)
 
@@ -175,15 +176,15 @@ def load(
         NumericsError: A weight is NaN or infinite, and that is not allowed.
     """
     facts = read_facts(folder)
-    weights = _read(folder / "model.safetensors")
-    check_tensors(folder / "model.safetensors", weights, _named_once(model.state_dict()))
+    weights = _read(folder / WEIGHTS)
+    check_tensors(folder / WEIGHTS, weights, named_once(model.state_dict()))
     if not allow_nonfinite:
-        check_finite(folder / "model.safetensors", weights)
-    average = _read_optional(folder / "average.safetensors")
+        check_finite(folder / WEIGHTS, weights)
+    average = _read_optional(folder / AVERAGE)
     if average:
         names = {name for name, _ in model.named_parameters()}
         expected = {n: t for n, t in weights.items() if n in names}
-        check_tensors(folder / "average.safetensors", average, expected)
+        check_tensors(folder / AVERAGE, average, expected)
     carried = _read_optional(folder / "carried.safetensors")
     moments = _read(folder / "optimizer.safetensors")
     _restore_optimizer(folder / "optimizer.safetensors", moments, model, optimizer)
@@ -264,30 +265,6 @@ def check_tensors(file: Path, got: Mapping[str, Tensor], expected: Mapping[str, 
         raise CheckpointError(f"{file}: {'; '.join(sorted(faults)[:_LISTED])}{more}")
 
 
-def check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise a NumericsError that names up to ten tensors with a NaN or an infinity."""
-    bad = [n for n, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()]
-    if bad:
-        more = f" and {len(bad) - _LISTED} more" if len(bad) > _LISTED else ""
-        raise NumericsError(
-            f"{file}: got NaN or infinity in {', '.join(sorted(bad)[:_LISTED])}{more}, expected "
-            "finite weights; fix by taking an older checkpoint, or with --allow-nonfinite"
-        )
-
-
-def _named_once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out further names of a tensor that has been named (a tied head)."""
-    seen: set[tuple[int, torch.Size]] = set()
-    kept = {}
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        kept[name] = tensor
-    return kept
-
-
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -337,6 +314,16 @@ def check_same(
                 "which this run was trained on; fix by restoring the data, or allow it with "
                 f"--allow-{what}-change"
             )
+
+
+def check_tokenizer(folder: Path, fingerprint: str) -> None:
+    """Raise a CheckpointError if a checkpoint was trained with another tokenizer."""
+    expected = read_facts(folder).data.get("tokenizer", fingerprint)
+    if fingerprint != expected:
+        raise CheckpointError(
+            f"{folder}: got the tokenizer {fingerprint[:12]}…, expected {expected[:12]}…, which it "
+            "was trained with; fix by restoring it, or allow it with --allow-tokenizer-change"
+        )
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
