@@ -9,15 +9,21 @@ This module knows nothing of tensors, checkpoints or tokens.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gla.errors import CheckpointError, GlaError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock there
+    fcntl = None
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -50,20 +56,85 @@ def write_folder(
         raise error(f"{path}: got an existing path, expected none; fix by choosing another name")
     temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with refused_writes(path, error):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove(temporary)
+            temporary.mkdir()
+            writer(temporary)
+        seal(temporary, path, error=error)
+    finally:
         remove(temporary)
-        temporary.mkdir()
-        writer(temporary)
-        (temporary / MANIFEST).write_bytes(_manifest_bytes(temporary))
-        _sync_tree(temporary)
-        _move_into_place(temporary, path)
+
+
+def seal(folder: Path, path: Path, *, error: type[GlaError] = CheckpointError) -> None:
+    """Give a folder that is complete its manifest, bring it to the disk and move it to ``path``.
+
+    Raises:
+        error: The disk refuses a write.
+    """
+    with refused_writes(path, error):
+        write_manifest(folder)
+        _sync_tree(folder)
+        _move_into_place(folder, path)
+
+
+def write_manifest(folder: Path) -> None:
+    """Describe the files of a folder, without the manifest that it may hold already."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / MANIFEST).write_bytes(_manifest_bytes(folder))
+
+
+@contextlib.contextmanager
+def refused_writes(path: Path, error: type[GlaError]) -> Iterator[None]:
+    """Turn an OSError into ``error``, which names ``path``."""
+    try:
+        yield
     except OSError as reason:
         raise error(
             f"{path}: got {reason.strerror or reason} while writing, expected a writable disk with "
             "free space; fix by freeing space or choosing another folder"
         ) from reason
-    finally:
-        remove(temporary)
+
+
+@contextlib.contextmanager
+def locked(file: Path, busy: Callable[[str], GlaError]) -> Iterator[None]:
+    """Hold a lock file, whose parent exists, against other processes; it is removed at the end.
+
+    The system lets go of it when a process dies, however it dies.
+
+    Args:
+        file: The lock file.
+        busy: Makes the error raised where another process, given by its id, holds it.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    while True:
+        handle = open(file, "a+", encoding="utf-8")
+        with handle:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as reason:
+                    handle.seek(0)
+                    raise busy(handle.read().strip() or "?") from reason
+                if not _is_at(handle.fileno(), file):
+                    continue  # its owner removed it between our open and our lock
+            handle.truncate(0)
+            handle.write(str(os.getpid()))
+            handle.flush()
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+            return
+
+
+def _is_at(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(file))
+    except FileNotFoundError:
+        return False
 
 
 def write_bytes_atomic(path: str | Path, data: bytes) -> None:
@@ -85,10 +156,17 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def verify_folder(path: str | Path, *, error: type[GlaError] = CheckpointError) -> dict[str, Any]:
+def verify_folder(
+    path: str | Path, *, error: type[GlaError] = CheckpointError, contents: bool = True
+) -> dict[str, Any]:
     """Check every byte of a folder against its manifest.
 
     Files that the manifest does not name are ignored: nothing reads them.
+
+    Args:
+        path: The folder.
+        error: The class of the errors raised.
+        contents: False checks the manifest, and names and sizes of the files, but not their bytes.
 
     Returns:
         ``{file name: {"size": bytes, "sha256": hex}}``.
@@ -107,7 +185,7 @@ def verify_folder(path: str | Path, *, error: type[GlaError] = CheckpointError) 
             raise error(f"{file}: got no file, expected {facts['size']} bytes")
         if (size := file.stat().st_size) != facts["size"]:
             raise error(f"{file}: got {size} bytes, expected {facts['size']}")
-        if (digest := sha256_of_file(file)) != facts["sha256"]:
+        if contents and (digest := sha256_of_file(file)) != facts["sha256"]:
             raise error(
                 f"{file}: got SHA-256 {digest[:12]}…, expected {facts['sha256'][:12]}…; "
                 "its bytes have changed since it was written"

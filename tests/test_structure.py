@@ -20,6 +20,7 @@ MAX_LINES = 400
 TIERS = {
     "errors": 0,
     "storage": 1,
+    "tables": 1,
     "state": 2,
     "ops": 3,
     "testing": 4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,11 +22,14 @@ def prepare(
     tokenizer: Path,
     out: Path,
     val_fraction: float = 0.05,
+    weights: tuple[float, ...] = (),
     text_field: str = "text",
     max_bad: int = 0,
     workers: int = 1,
 ) -> int:
     """Turn text into shards of tokens, split into train and validation by document.
+
+    A document that occurs twice is kept once. After a kill, the same command goes on.
 
     Args:
         sources: Files, folders, globs, .jsonl, .parquet, "stdlib" (Python's own sources), or
@@ -33,6 +37,8 @@ def prepare(
         tokenizer: Folder of a trained tokenizer; it is copied beside the shards.
         out: Folder to write: train/, val/ and tokenizer/.
         val_fraction: Share of the documents kept for validation; at least one is.
+        weights: Share of each source in the text, in their order; it ends where a source whose turn
+            it is runs out. Without, all of each source.
         text_field: Key or column that holds the text of .jsonl, .parquet and Hub rows.
         max_bad: Skip up to this many faulty rows and files instead of stopping at the first.
         workers: Processes that tokenize.
@@ -42,23 +48,23 @@ def prepare(
     from gla.data.corpus import Corpus
     from gla.data.prepare import prepare
 
-    corpus = Corpus(sources, text_field=text_field, max_bad=max_bad)
+    corpus = Corpus(sources, text_field=text_field, max_bad=max_bad, weights=weights)
+    began = time.perf_counter()
+
+    def show(documents: int, size: int) -> None:
+        rate = size / 1e6 / (time.perf_counter() - began)
+        status.update(f"{documents:,} documents, {size / 1e6:,.1f} MB of text, {rate:,.1f} MB/s")
+
     with Console(stderr=True).status("reading") as status:  # shows nothing off a terminal
-        done = prepare(
-            corpus,
-            tokenizer,
-            out,
-            val_fraction,
-            workers=workers,
-            on_progress=lambda documents, size: status.update(
-                f"{documents:,} documents, {size / 1e6:,.1f} MB of text"
-            ),
-        )
+        done = prepare(corpus, tokenizer, out, val_fraction, workers=workers, on_progress=show)
+    seconds = time.perf_counter() - began
     for name, split in (("train", done.train), ("val", done.val)):
         print(
             f"{out / name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
             f"{split.num_bytes:,} bytes of text"
         )
     print(f"left out: {done.duplicates:,} duplicates, {done.skipped:,} faulty records")
+    size = done.train.num_bytes + done.val.num_bytes - done.resumed_bytes
+    print(f"speed: {size / 1e6 / seconds:,.1f} MB of text a second, in {seconds:.1f} s")
     print(f"next: gla train RECIPE --data.path {out}")
     return 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -33,12 +31,14 @@ def doctor(*, json: bool = False) -> int:
     Args:
         json: Print one JSON object instead of text.
     """
+    from gla.train.device import find_compiler
+
     facts = {
         "versions": versions(),
         "devices": devices(),
         "forms": forms(),
         "no_triton": no_triton(),
-        "compiler": compiler(),
+        "compiler": find_compiler(),
     }
     if json:
         print_json(facts)
@@ -84,11 +84,6 @@ def devices() -> dict[str, str]:
     if torch.backends.mps.is_available():
         found["mps"] = "Apple GPU"
     return found
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler that ``torch.compile`` would call on the CPU, if there is one."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 def forms() -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train a model from a recipe",
     "resume": "go on with a run from its newest checkpoint",
     "eval": "loss, perplexity and bits per byte of a run on its validation split",
+    "report": "one page about a run: curves, figures, samples (HTML and PNG)",
     "generate": "continue a prompt with a run's model",
 }
 INTERRUPTED = 130
@@ -54,8 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (GlaError, OSError) as reason:
         if debug:
             raise
-        print(f"gla: {_one_line(reason)}", file=sys.stderr)
+        print(f"gla: {_of_rank()}{_one_line(reason)}", file=sys.stderr)
         return reason.exit_code if isinstance(reason, GlaError) else 1
+
+
+def _of_rank() -> str:
+    """Return "rank N: " where torchrun started several processes, whose errors meet on stderr."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"rank {os.environ.get('RANK', '?')}: " if several else ""
 
 
 def _one_line(reason: GlaError | OSError) -> str:

@@ -19,6 +19,12 @@ class Options:
     """Folder of the run."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
+    allow_tokenizer_change: bool = False
+    """Go on although the data have another tokenizer than the checkpoint."""
+    allow_data_change: bool = False
+    """Go on although the data have changed."""
+    allow_nonfinite: bool = False
+    """Load weights that are NaN or infinite."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,8 +32,18 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = read_with_overrides(Options, "gla resume", argv)
 
     from gla.cli.sample import sampler
-    from gla.train.loop import resume
+    from gla.train.distributed import is_main
+    from gla.train.loop import Allow, resume
 
-    result = resume(options.run, overrides=overrides, device=options.device, sampler=sampler)
-    print(f"trained to step {result.step}; next: gla eval {options.run}")
+    result = resume(
+        options.run,
+        overrides=overrides,
+        device=options.device,
+        sampler=sampler,
+        allow=Allow(
+            options.allow_tokenizer_change, options.allow_data_change, options.allow_nonfinite
+        ),
+    )
+    if is_main():
+        print(f"trained to step {result.step}; next: gla eval {options.run}")
     return 0

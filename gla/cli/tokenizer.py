@@ -18,16 +18,20 @@ def run(argv: Sequence[str]) -> int:
     return call_one_of({"train": train}, "gla tokenizer", argv)
 
 
-def train(sources: Sources, /, *, vocab_size: int = 4096, out: Path) -> int:
+def train(
+    sources: Sources, /, *, vocab_size: int = 4096, text_field: str = "text", out: Path
+) -> int:
     """Train a SentencePiece tokenizer that loses nothing of any UTF-8 text.
 
     Args:
         sources: Files, folders, globs, "stdlib" (Python's own sources), or "hub:NAME".
         vocab_size: Number of tokens, at least 260.
+        text_field: Key or column that holds the text of .jsonl, .parquet and Hub rows.
         out: Folder to write, which must not hold a tokenizer yet.
     """
+    from gla.data.corpus import Corpus
     from gla.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.train(sources, vocab_size, out)
+    tokenizer = Tokenizer.train(Corpus(sources, text_field=text_field), vocab_size, out)
     print(f"{out}: {tokenizer.vocab_size:,} tokens; next: gla data prepare … --tokenizer {out}")
     return 0

@@ -48,9 +48,11 @@ def run(argv: Sequence[str]) -> int:
         return 0
 
     from gla.cli.sample import sampler
+    from gla.train.distributed import is_main
     from gla.train.loop import train
 
     folder = options.run or Path("runs") / path.stem
     result = train(config, folder, device=options.device, sampler=sampler)
-    print(f"trained to step {result.step}; next: gla eval {folder}, or gla generate {folder}")
+    if is_main():
+        print(f"trained to step {result.step}; next: gla eval {folder}, or gla generate {folder}")
     return 0

@@ -1,6 +1,6 @@
 """From raw text to batches of token ids: tokenizer, corpus, prepare, packing, loader.
 
-Sub-modules are imported on first use; only ``loader`` needs torch.
+Sub-modules are imported on first use; only ``loader``, ``streams`` and ``workers`` need torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gla.data import corpus, loader, packing, prepare, shards, tokenizer, vocabulary
+    from gla.data import (
+        corpus,
+        encode,
+        loader,
+        mixture,
+        packing,
+        prepare,
+        shards,
+        streams,
+        tokenizer,
+        vocabulary,
+        workers,
+    )
 
-__all__ = ["corpus", "loader", "packing", "prepare", "shards", "tokenizer", "vocabulary"]
+__all__ = [
+    "corpus",
+    "encode",
+    "loader",
+    "mixture",
+    "packing",
+    "prepare",
+    "shards",
+    "streams",
+    "tokenizer",
+    "vocabulary",
+    "workers",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,11 +19,12 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import parse_qsl
 
+from gla.data.mixture import mix
 from gla.errors import ConfigError, DataError
 
 _BIG_FILE = 16 << 20  # bytes; a text file larger than this is many documents
@@ -54,6 +55,7 @@ class Corpus:
         *,
         text_field: str = "text",
         max_bad: int = 0,
+        weights: Sequence[float] = (),
     ) -> None:
         """Describe a corpus; nothing is read yet.
 
@@ -61,13 +63,26 @@ class Corpus:
             sources: One source or several; see the head of this module.
             text_field: Column or key that holds the text of a row.
             max_bad: How many faulty rows and files may be skipped before it is an error.
+            weights: Share of each source in the bytes of text, see ``gla.data.mixture``; without,
+                all of each, one after another.
+
+        Raises:
+            ConfigError: ``max_bad`` is negative, or there is not one positive weight a source.
         """
         self.sources = [str(s) for s in ([sources] if isinstance(sources, str | Path) else sources)]
         self.text_field = text_field
         self.max_bad = max_bad
+        self.weights = list(weights)
         self.skipped = 0
         if max_bad < 0:
-            raise ConfigError(f"max_bad: got {max_bad}, expected 0 or more")
+            raise ConfigError(f"max_bad: got {max_bad}, expected 0 or more; fix max_bad")
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ConfigError(
+                f"weights: got {len(self.weights)} for {len(self.sources)} sources, expected one "
+                "each; fix weights"
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise ConfigError(f"weights: got {self.weights}, expected positive numbers; fix them")
 
     def __iter__(self) -> Iterator[Document]:
         """Yield every document that has text.
@@ -78,7 +93,7 @@ class Corpus:
         """
         self.skipped = 0
         bad = 0
-        for record in itertools.chain.from_iterable(map(self._read, self.sources)):
+        for record in self._records():
             if isinstance(record, Document):
                 if record.text:
                     yield record
@@ -88,6 +103,11 @@ class Corpus:
             if bad > self.max_bad:
                 more = f" ({bad} faulty records, max_bad {self.max_bad})" if self.max_bad else ""
                 raise DataError(record.message + more)
+
+    def _records(self) -> Iterator[Document | _Fault]:
+        if not self.weights:
+            return itertools.chain.from_iterable(map(self._read, self.sources))
+        return mix(list(map(self._read, self.sources)), self.weights, _size)
 
     def _read(self, source: str) -> Iterator[Document | _Fault]:
         if source == "stdlib":
@@ -109,6 +129,10 @@ class _Fault(NamedTuple):
 
     message: str
     counts: bool = True
+
+
+def _size(record: Document | _Fault) -> int:
+    return len(record.text.encode()) if isinstance(record, Document) else 0
 
 
 def _files(source: str) -> list[tuple[Path, str]]:

@@ -7,7 +7,8 @@ that epoch's permutation. Nothing else is remembered, so resuming costs nothing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class Batch(NamedTuple):
         tokens: int64 [1, T].
         targets: int64 [1, T], the next token of the document, or -100 after its last.
         cu_seqlens: int32 [N + 1], from 0 to T: where each of N windows begins and ends. A window
-            lies within a row and within a document.
+            lies within a row and within a document (or is a row, where documents are not isolated).
     """
 
     tokens: Tensor
@@ -50,7 +51,12 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: TokenDataset, seq_len: int, seed: int = 0, shuffle: bool = True
+        self,
+        dataset: TokenDataset,
+        seq_len: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        isolate: bool = True,
     ) -> None:
         """Plan the samples.
 
@@ -59,6 +65,8 @@ class Loader:
             seq_len: Most tokens of a sample.
             seed: Decides the order of each epoch.
             shuffle: False: every epoch goes through the data set from front to back.
+            isolate: False: a row is one window, in which documents see each other. No token is
+                predicted from another document all the same.
 
         Raises:
             DataError: The data set is empty.
@@ -69,6 +77,7 @@ class Loader:
         self.seq_len = seq_len
         self._seed = seed
         self._shuffle = shuffle
+        self._isolate = isolate
         self._packing = pack(dataset.document_starts, seq_len)
         self.num_samples = self._packing.num_rows
         self.waste = self._packing.waste
@@ -103,32 +112,60 @@ class Loader:
         packing = self._packing
         tokens, targets, lengths = [], [], []
         for sample in map(self.sample_at, range(position, position + size)):
+            row = []
             for window in range(packing.row_offsets[sample], packing.row_offsets[sample + 1]):
                 length = int(packing.lengths[window])
-                ids, next_ids = self._window(
-                    int(packing.starts[window]), length, bool(packing.ends_document[window])
+                ids, next_ids = read_window(
+                    self.dataset,
+                    int(packing.starts[window]),
+                    length,
+                    bool(packing.ends_document[window]),
                 )
                 tokens.append(ids)
                 targets.append(next_ids)
-                lengths.append(length)
+                row.append(length)
+            lengths += row if self._isolate else [sum(row)]
         return Batch(
             torch.from_numpy(np.concatenate(tokens)[None]),
             torch.from_numpy(np.concatenate(targets)[None]),
             torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
         )
 
-    def _window(self, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a window and the ids that follow them: int64 [length] each."""
-        ids = self.dataset.tokens(start, start + length + (not ends)).astype(np.int64)
-        if ids.max() >= self.dataset.vocab_size:
-            at = start + int(np.argmax(ids >= self.dataset.vocab_size))
-            raise DataError(
-                f"{self.dataset.path}: got id {ids.max()} near token {at}, expected ids below "
-                f"{self.dataset.vocab_size}; fix by preparing the data again"
-            )
-        if ends:
-            return ids, np.append(ids[1:], IGNORE)
-        return ids[:-1], ids[1:]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the data set again, and plans the same samples."""
+        arguments = (self.seq_len, self._seed, self._shuffle, self._isolate)
+        return _reopen, (self.dataset.path, *arguments)
+
+
+def _reopen(path: Path, seq_len: int, seed: int, shuffle: bool, isolate: bool) -> Loader:
+    dataset = TokenDataset.open(path, verify=False)  # the process that sent us here has
+    return Loader(dataset, seq_len, seed, shuffle, isolate)
+
+
+def read_window(
+    dataset: TokenDataset, start: int, length: int, ends: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of a window and the ids that follow them: int64 [length] each.
+
+    Args:
+        dataset: Where the tokens are.
+        start: The window's first token.
+        length: Its tokens.
+        ends: Whether its last token is the last of a document: then -100 follows it.
+
+    Raises:
+        DataError: A stored id is not below the vocabulary's size.
+    """
+    ids = dataset.tokens(start, start + length + (not ends)).astype(np.int64)
+    if ids.max() >= dataset.vocab_size:
+        at = start + int(np.argmax(ids >= dataset.vocab_size))
+        raise DataError(
+            f"{dataset.path}: got id {ids.max()} near token {at}, expected ids below "
+            f"{dataset.vocab_size}; fix by preparing the data again"
+        )
+    if ends:
+        return ids, np.append(ids[1:], IGNORE)
+    return ids[:-1], ids[1:]
 
 
 def permuted(index: int, size: int, seed: int, epoch: int) -> int:

@@ -2,36 +2,43 @@
 
 Texts that occur twice are kept once, so validation text cannot be in training too. A document goes
 to validation when the hash of its name says so: the same documents in every run, a file never
-divided between the splits (but for a file so large that ``corpus`` makes many documents of it). The
-folder appears whole or not at all; a killed run leaves only a temporary one, which the next run
-removes.
+divided between the splits (but for a file so large that ``corpus`` makes many documents of it).
+
+The folder appears whole or not at all. What a killed run has done stands in a temporary folder
+beside it, and the next run goes on from there: it reads the text again, which is quick, makes sure
+that it is the same, and tokenizes what is left.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
+import json
 import re
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
-
-import filelock
-import numpy as np
+from typing import Any, NamedTuple
 
 from gla.data.corpus import Corpus, Document
+from gla.data.encode import encode
 from gla.data.shards import SplitWriter, text_digest
 from gla.data.tokenizer import FACTS_FILE, MODEL_FILE, Tokenizer
 from gla.errors import ConfigError, DataError
-from gla.storage import TEMPORARY, remove, write_folder
+from gla.storage import (
+    TEMPORARY,
+    locked,
+    refused_writes,
+    remove,
+    seal,
+    write_bytes_atomic,
+    write_manifest,
+)
 
-_BATCH_CHARACTERS = 1 << 20  # text that a worker is handed at a time
+MADE_FILE = "made_from.json"
 _REPORT_BYTES = 1 << 18  # text between two calls of on_progress
+_SAVE_BYTES = 64 << 20  # text between two records of what has been done
+_SPLITS = ("train", "val")
 
 
 class SplitTotals(NamedTuple):
@@ -50,12 +57,14 @@ class Prepared(NamedTuple):
         val: The validation split.
         duplicates: Documents left out since an equal one came before.
         skipped: Faulty records left out, see ``Corpus.skipped``.
+        resumed_bytes: Text that an earlier, killed run had done already.
     """
 
     train: SplitTotals
     val: SplitTotals
     duplicates: int
     skipped: int
+    resumed_bytes: int = 0
 
 
 def prepare(
@@ -88,25 +97,46 @@ def prepare(
         raise ConfigError(f"val_fraction: got {val_fraction}, expected above 0 and below 1")
     if workers < 1:
         raise ConfigError(f"workers: got {workers}, expected 1 or more")
-    out = Path(out)
-    tokenizer_dir = Path(tokenizer_dir)
-    Tokenizer.load(tokenizer_dir)  # a damaged one is an error before anything is read
+    out, tokenizer_dir = Path(out), Path(tokenizer_dir)
+    tokenizer = Tokenizer.load(tokenizer_dir)  # a damaged one is an error before anything is read
     corpus = sources if isinstance(sources, Corpus) else Corpus(sources)
-    unique = _Unique(corpus)
-    report = on_progress or (lambda documents, num_bytes: None)
-    totals: list[SplitTotals] = []
-
-    def write(folder: Path) -> None:
-        (folder / "tokenizer").mkdir()
-        for name in (MODEL_FILE, FACTS_FILE):
-            shutil.copyfile(tokenizer_dir / name, folder / "tokenizer" / name)
-        encoded = _encode(_split(unique, val_fraction), tokenizer_dir, workers)
-        totals.extend(_write_splits(folder, encoded, Tokenizer.load(tokenizer_dir), report))
-
-    with _lock(out):
+    made = recorded(corpus.sources, corpus.weights, corpus.text_field, val_fraction)
+    settings = {**made, "max_bad": corpus.max_bad, "tokenizer": tokenizer.fingerprint}
+    with _lock(out), refused_writes(out, DataError):
         _make_room(out)
-        write_folder(out, write, error=DataError)
-    return Prepared(totals[0], totals[1], unique.duplicates, corpus.skipped)
+        work = _Work(out, tokenizer_dir, tokenizer, settings)
+        try:
+            try:
+                done = _fill(work, corpus, val_fraction, workers, on_progress)
+            except _SourcesChangedError:
+                work.start_anew()
+                done = _fill(work, corpus, val_fraction, workers, on_progress)
+            work.finish(out, made)
+        except Exception:  # but for Ctrl-C, which leaves what a later run goes on from
+            work.discard()
+            raise
+    return done
+
+
+def recorded(
+    sources: Sequence[str], weights: Sequence[float], text_field: str, val_fraction: float
+) -> dict[str, Any]:
+    """Return what a prepared folder says that it was made from."""
+    return {
+        "sources": list(sources),
+        "weights": list(weights),
+        "text_field": text_field,
+        "val_fraction": val_fraction,
+    }
+
+
+def made_from(path: Path) -> dict[str, Any] | None:
+    """Read ``recorded`` from a prepared folder; None where it does not say."""
+    try:
+        made = json.loads((path / MADE_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return made if isinstance(made, dict) else None
 
 
 def goes_to_validation(name: str, val_fraction: float) -> bool:
@@ -192,149 +222,157 @@ def _cut(document: Document, fraction: float) -> tuple[Document, Document]:
     return Document(name, text[:at]), Document(name, text[at:])
 
 
-class _Encoded(NamedTuple):
-    tokens: np.ndarray  # uint32 [T], <s> and </s> included
-    num_bytes: int
-    digest: bytes
+class _SourcesChangedError(Exception):
+    """The text is not the one that a killed run read."""
 
 
-def _encode(
-    documents: Iterable[tuple[str, Document]], tokenizer_dir: Path, workers: int
-) -> Iterator[tuple[str, _Encoded]]:
-    """Yield the documents' tokens, in order whatever the number of workers."""
-    if workers == 1:
-        tokenizer = Tokenizer.load(tokenizer_dir)
-        for split, document in documents:
-            yield split, _encode_one(tokenizer, document)
-        return
-    context = multiprocessing.get_context("spawn")  # forking a process with threads may hang it
-    waiting: deque[tuple[list[str], Future[list[_Encoded]]]] = deque()
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_dir,))
-    try:
-        for batch in _batches(documents):
-            splits = [split for split, _ in batch]
-            waiting.append((splits, pool.submit(_encode_batch, [doc for _, doc in batch])))
-            if len(waiting) > 2 * workers:
-                yield from _take(waiting)
-        while waiting:
-            yield from _take(waiting)
-    except BrokenProcessPool as reason:
-        raise DataError(
-            "workers: a tokenizing process died; fix by starting again, with fewer workers if "
-            "memory ran out"
-        ) from reason
-    finally:
-        pool.shutdown(cancel_futures=True)
+class _Work:
+    """The unfinished folder of a ``prepare``, and the record of what of it is on the disk.
 
+    Attributes:
+        writers: Of both splits, by name.
+        documents: How many the record says are done.
+    """
 
-def _take(
-    waiting: deque[tuple[list[str], Future[list[_Encoded]]]],
-) -> Iterator[tuple[str, _Encoded]]:
-    splits, future = waiting.popleft()
-    yield from zip(splits, future.result(), strict=True)
+    def __init__(
+        self, out: Path, tokenizer_dir: Path, tokenizer: Tokenizer, settings: dict[str, Any]
+    ) -> None:
+        """Go on with what a run with the same settings left, or start anew."""
+        self.folder = out.parent / f"{TEMPORARY}{out.name}-part"
+        self._record = out.parent / f"{TEMPORARY}{out.name}-part.json"
+        self._tokenizer_dir, self._tokenizer, self._settings = tokenizer_dir, tokenizer, settings
+        self.writers: dict[str, SplitWriter] = {}
+        self.documents = 0
+        try:
+            record = json.loads(self._record.read_bytes())
+            if record["settings"] != settings:
+                raise ValueError("made with other settings")
+            self._open(record["splits"])
+            self.documents = record["documents"]
+        except (OSError, ValueError, TypeError, KeyError):
+            self.start_anew()
 
+    def start_anew(self) -> None:
+        """Empty the folder."""
+        self.discard()
+        (self.folder / "tokenizer").mkdir(parents=True)
+        for name in (MODEL_FILE, FACTS_FILE):
+            shutil.copyfile(self._tokenizer_dir / name, self.folder / "tokenizer" / name)
+        for name in _SPLITS:
+            (self.folder / name).mkdir()
+        self._open(dict.fromkeys(_SPLITS))
+        self.documents = 0
 
-def _batches(
-    documents: Iterable[tuple[str, Document]],
-) -> Iterator[list[tuple[str, Document]]]:
-    batch: list[tuple[str, Document]] = []
-    size = 0
-    for entry in documents:
-        batch.append(entry)
-        size += len(entry[1].text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-_worker: dict[str, Tokenizer] = {}  # of a tokenizing process
-
-
-def _start_worker(tokenizer_dir: Path) -> None:
-    _worker["tokenizer"] = Tokenizer.load(tokenizer_dir)
-
-
-def _encode_batch(documents: list[Document]) -> list[_Encoded]:
-    return [_encode_one(_worker["tokenizer"], document) for document in documents]
-
-
-def _encode_one(tokenizer: Tokenizer, document: Document) -> _Encoded:
-    try:
-        ids = tokenizer.encode(document.text)
-    except DataError as reason:
-        raise DataError(f"{document.name}: {reason}") from reason
-    data = document.text.encode()
-    tokens = np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], np.uint32)
-    return _Encoded(tokens, len(data), text_digest(data))
-
-
-def _write_splits(
-    folder: Path,
-    encoded: Iterable[tuple[str, _Encoded]],
-    tokenizer: Tokenizer,
-    report: Callable[[int, int], None],
-) -> tuple[SplitTotals, SplitTotals]:
-    """Write ``folder/train`` and ``folder/val``, each with its manifest."""
-    totals: list[SplitTotals] = []
-
-    def fill(train: Path, val: Path) -> None:
-        writers = {
-            name: SplitWriter(path, tokenizer.vocab_size, tokenizer.fingerprint)
-            for name, path in (("train", train), ("val", val))
+    def _open(self, saved: dict[str, str | None]) -> None:
+        self.writers = {
+            name: SplitWriter(
+                self.folder / name,
+                self._tokenizer.vocab_size,
+                self._tokenizer.fingerprint,
+                saved=saved[name],
+            )
+            for name in _SPLITS
         }
-        documents = num_bytes = reported = 0
-        for split, (tokens, size, digest) in encoded:
-            writers[split].add(tokens, size, digest)
-            documents += 1
-            num_bytes += size
-            if num_bytes - reported >= _REPORT_BYTES:
-                report(documents, num_bytes)
-                reported = num_bytes
-        report(documents, num_bytes)
-        for writer in writers.values():
+
+    def save(self, documents: int) -> None:
+        """Record that so many documents are on the disk."""
+        splits = {name: writer.save() for name, writer in self.writers.items()}
+        record = {"settings": self._settings, "documents": documents, "splits": splits}
+        write_bytes_atomic(self._record, json.dumps(record).encode())
+
+    def finish(self, out: Path, made: dict[str, Any]) -> None:
+        """Close the files, describe them, and move the folder into place."""
+        for name, writer in self.writers.items():
             writer.close()
-            index = writer.index
-            totals.append(SplitTotals(index.num_documents, index.num_tokens, index.num_bytes))
+            write_manifest(self.folder / name)
+        (self.folder / MADE_FILE).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        seal(self.folder, out, error=DataError)
+        self._record.unlink(missing_ok=True)
 
-    def fill_both(train: Path) -> None:
-        write_folder(folder / "val", lambda val: fill(train, val), error=DataError)
+    def discard(self) -> None:
+        """Remove the folder and the record."""
+        self._record.unlink(missing_ok=True)
+        remove(self.folder)
 
-    write_folder(folder / "train", fill_both, error=DataError)
-    return totals[0], totals[1]
+
+def _fill(
+    work: _Work,
+    corpus: Corpus,
+    val_fraction: float,
+    workers: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> Prepared:
+    """Write all documents that are not written yet.
+
+    Raises:
+        _SourcesChangedError: Those written are not the first ones of the corpus.
+    """
+    unique = _Unique(corpus)
+    report = on_progress or (lambda documents, num_bytes: None)
+    documents = work.documents
+    num_bytes = sum(writer.index.num_bytes for writer in work.writers.values())
+    resumed = reported = saved = num_bytes
+    rest = _after(_split(unique, val_fraction), work)
+    for split, (tokens, size, digest) in encode(rest, work.folder / "tokenizer", workers):
+        work.writers[split].add(tokens, size, digest)
+        documents += 1
+        num_bytes += size
+        if num_bytes - saved >= _SAVE_BYTES:
+            work.save(documents)
+            saved = num_bytes
+        if num_bytes - reported >= _REPORT_BYTES:
+            report(documents, num_bytes)
+            reported = num_bytes
+    report(documents, num_bytes)
+    train, val = (
+        SplitTotals(index.num_documents, index.num_tokens, index.num_bytes)
+        for index in (work.writers[name].index for name in _SPLITS)
+    )
+    return Prepared(train, val, unique.duplicates, corpus.skipped, resumed)
+
+
+def _after(
+    documents: Iterator[tuple[str, Document]], work: _Work
+) -> Iterator[tuple[str, Document]]:
+    """Drop the documents that are written, and make sure that they are those."""
+    written = {name: writer.digests() for name, writer in work.writers.items()}
+    for _ in range(work.documents):
+        split, document = next(documents, ("train", Document("", "")))
+        if next(written[split], None) != text_digest(document.text.encode()):
+            raise _SourcesChangedError
+    yield from documents
 
 
 @contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """Hold ``out`` against a second writer; the system lets go of it when a process dies."""
-    lock = filelock.FileLock(out.parent / f".{out.name}.lock", timeout=0)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except filelock.Timeout as reason:
-        raise DataError(
-            f"{out}: got a folder that another process is preparing, expected a free one; fix by "
-            "waiting for it or naming another"
-        ) from reason
-    except OSError as reason:
-        raise DataError(
-            f"{out}: got {reason.strerror}, expected a place that can be written; fix the path or "
-            "its permissions"
-        ) from reason
-    try:
+
+    def busy(process: str) -> DataError:
+        return DataError(
+            f"{out}: got a folder that another process is preparing ({process}), expected a free "
+            "one; fix by waiting for it or naming another"
+        )
+
+    with ExitStack() as stack:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out.parent / f".{out.name}.lock", busy))
+        except OSError as reason:
+            raise DataError(
+                f"{out}: got {reason.strerror}, expected a place that can be written; fix the path "
+                "or its permissions"
+            ) from reason
         yield
-    finally:
-        lock.release()
 
 
 def _make_room(out: Path) -> None:
-    """Remove what killed runs left, and an empty folder; refuse anything else."""
+    """Remove temporary files of killed runs, and an empty folder; refuse anything else."""
     leftover = re.compile(re.escape(f"{TEMPORARY}{out.name}-") + r"\d+")
-    if out.parent.is_dir():
-        for path in out.parent.iterdir():
-            if leftover.fullmatch(path.name):
-                remove(path)
+    for path in out.parent.iterdir():
+        if leftover.fullmatch(path.name):
+            remove(path)
+    for path in out.parent.glob(f"{TEMPORARY}{TEMPORARY}{out.name}-part.json-*"):
+        path.unlink()
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
     if out.exists():

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,28 +67,57 @@ class SplitWriter:
         vocab_size: int,
         tokenizer_fingerprint: str,
         shard_tokens: int = SHARD_TOKENS,
+        saved: str | None = None,
     ) -> None:
-        """Start in an empty folder.
+        """Start in an empty folder, or go on where ``save`` was called.
 
         Args:
             folder: Where the files go.
             vocab_size: Ids are below it.
             tokenizer_fingerprint: ``Tokenizer.fingerprint``.
             shard_tokens: Tokens after which a new shard begins.
+            saved: What ``save`` returned: whatever was written later is cut off.
+
+        Raises:
+            OSError, ValueError: The folder does not hold what was saved.
         """
         self._folder = folder
         self._limit = shard_tokens
         self._shard: BinaryIO | None = None
-        self._documents = open(folder / DOCUMENTS_FILE, "wb")
-        self.index = _Index(
-            format=FORMAT,
-            vocab_size=vocab_size,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            num_tokens=0,
-            num_documents=0,
-            num_bytes=0,
-            shard_tokens=[],
-        )
+        if saved is None:
+            self._documents = open(folder / DOCUMENTS_FILE, "wb")
+            self.index = _Index(
+                format=FORMAT,
+                vocab_size=vocab_size,
+                tokenizer_fingerprint=tokenizer_fingerprint,
+                num_tokens=0,
+                num_documents=0,
+                num_bytes=0,
+                shard_tokens=[],
+            )
+            return
+        self.index = index = _Index.model_validate_json(saved)
+        for path in folder.glob("tokens-*.bin"):
+            if path.name not in {shard_name(i) for i in range(len(index.shard_tokens))}:
+                path.unlink()
+        for i, tokens in enumerate(index.shard_tokens):
+            self._shard = _cut(folder / shard_name(i), tokens * index.dtype.itemsize)
+        self._documents = _cut(folder / DOCUMENTS_FILE, index.num_documents * _DOCUMENT.itemsize)
+
+    def save(self) -> str:
+        """Bring all that was added to the disk, and return what a later writer goes on from."""
+        for file in (self._shard, self._documents):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+        return self.index.model_dump_json()
+
+    def digests(self) -> Iterator[bytes]:
+        """Yield the digests of the documents added so far, in their order."""
+        self._documents.flush()
+        with open(self._folder / DOCUMENTS_FILE, "rb") as file:
+            while record := file.read(_DOCUMENT.itemsize):
+                yield record[-DIGEST_BYTES:]
 
     def add(self, tokens: np.ndarray, num_bytes: int, digest: bytes) -> None:
         """Append a document.
@@ -123,6 +154,16 @@ class SplitWriter:
         self._documents.close()
         text = self.index.model_dump_json(indent=1)
         (self._folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _cut(file: Path, size: int) -> BinaryIO:
+    """Open a file for appending after its first ``size`` bytes, and drop the others."""
+    if file.stat().st_size < size:
+        raise ValueError(f"{file} is shorter than what was saved")
+    stream = open(file, "r+b")
+    stream.truncate(size)
+    stream.seek(size)
+    return stream
 
 
 def shard_name(number: int) -> str:
@@ -166,8 +207,12 @@ class TokenDataset:
         self.document_digests = records["digest"].copy()
 
     @classmethod
-    def open(cls, path: str | Path) -> TokenDataset:
+    def open(cls, path: str | Path, *, verify: bool = True) -> TokenDataset:
         """Open a split's folder, such as ``DIR/train``.
+
+        Args:
+            path: The folder.
+            verify: False leaves out the hashes of its bytes, which another process has checked.
 
         Raises:
             DataError: The folder is missing, unfinished or changed since it was written (any
@@ -176,7 +221,7 @@ class TokenDataset:
         path = Path(path)
         if not path.is_dir():
             raise DataError(f"{path}: got no folder, expected one from `gla data prepare`")
-        files = verify_folder(path, error=DataError)
+        files = verify_folder(path, error=DataError, contents=verify)
         index = _read_index(path / INDEX_FILE)
         _check_sizes(path, index, files)
         hashes = json.dumps({name: facts["sha256"] for name, facts in sorted(files.items())})

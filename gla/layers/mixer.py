@@ -5,7 +5,6 @@ Sizes: B batch, T tokens, D model width, N sequences (N = B, or the number of pa
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Generic
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from gla.errors import ConfigError, StateError
 from gla.state import State
+from gla.tables import describe_faults, nearest
 
 
 class MixerConfig(BaseModel):
@@ -211,30 +211,3 @@ def build_mixer(d_model: int, config: Any) -> Mixer:
         ConfigError: the layer cannot do what the config asks.
     """
     return _MIXERS[config.kind][1](d_model, config)
-
-
-def nearest(name: str, known: Any) -> str:
-    """The end of a message about an unknown name: what was meant, or all that there is."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    if near:
-        return f"one of {', '.join(known)}; fix by writing {near[0]!r}"
-    return f"one of {', '.join(known)}; fix the name"
-
-
-def describe_faults(Config: type[BaseModel], error: ValidationError) -> str:
-    """Every fault that pydantic found, one line each: field, what it got, what was expected."""
-    return "\n".join(_describe(Config, fault) for fault in error.errors())
-
-
-def _describe(Config: type[BaseModel], fault: Any) -> str:
-    field = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        return f"{field}: got an unknown key, expected {nearest(field, Config.model_fields)}"
-    if fault["type"] == "missing":
-        return f"{field}: got nothing, expected a value; fix by setting {field}"
-    if fault["type"] == "value_error":
-        reason = fault["ctx"]["error"]
-        prefix = field and not isinstance(reason, ConfigError)
-        return f"{field}: {reason}" if prefix else str(reason)
-    wanted = fault["msg"].removeprefix("Input should be ")
-    return f"{field}: got {fault['input']!r}, expected {wanted}; fix {field}"

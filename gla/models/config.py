@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +18,9 @@ from pydantic import (
 
 import gla.layers  # noqa: F401 - registers the mixers that come with gla
 from gla.errors import ConfigError
-from gla.layers.mixer import describe_faults, mixer_config, nearest
+from gla.layers.mixer import mixer_config
 from gla.models.pattern import expand
+from gla.tables import describe_faults, nearest, read_toml
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -120,11 +120,7 @@ class ModelConfig(BaseModel):
         Raises:
             ConfigError: the file is missing, no TOML, or has no valid [model].
         """
-        try:
-            with open(path, "rb") as file:
-                tables = tomllib.load(file)
-        except (OSError, ValueError) as reason:
-            raise ConfigError(f"{path}: got {reason}, expected a TOML recipe; fix it") from None
+        tables = read_toml(path)
         if not isinstance(tables.get("model"), dict):
             raise ConfigError(f"{path}: got no table [model], expected one; fix by adding it")
         data = tables.get("data")

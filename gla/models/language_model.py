@@ -14,18 +14,14 @@ documents).
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gla import storage
-from gla.errors import CheckpointError, ConfigError
+from gla.errors import ConfigError
 from gla.layers.feed_forward import SwiGLU
 from gla.layers.linear import INIT_STD, Linear
 from gla.layers.mixer import Mixer, build_mixer
@@ -33,9 +29,8 @@ from gla.layers.norms import RMSNorm
 from gla.models.config import ModelConfig
 from gla.models.inputs import check_inputs, check_state
 from gla.models.loss import linear_cross_entropy
+from gla.models.weights import find_checkpoint, load_weights
 from gla.state import LayerState, ModelState
-
-logger = logging.getLogger("gla")
 
 PREFILL_TOKENS = 2048
 
@@ -124,32 +119,30 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embed.weight, std=INIT_STD)
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> LanguageModel:
+    def load(
+        cls, path: str | Path, device: str | torch.device = "cpu", *, allow_nonfinite: bool = False
+    ) -> LanguageModel:
         """Load the newest checkpoint of a run that verifies, or one checkpoint.
+
+        Where a run keeps a running average of the weights, that is what is loaded.
 
         Args:
             path: a run folder, or a checkpoint folder inside one.
             device: where the model goes.
+            allow_nonfinite: load weights that are NaN or infinite.
 
         Raises:
             CheckpointError: none verifies, or it belongs to another model.
             ConfigError: config.toml of the checkpoint or the run is missing or not valid.
+            NumericsError: a weight is NaN or infinite, and that is not allowed.
         """
-        checkpoint = _find_checkpoint(Path(path))
+        checkpoint = find_checkpoint(Path(path))
         recipe = checkpoint / "config.toml"
         if not recipe.exists():
             recipe = checkpoint.parent.parent / "config.toml"
         with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
             model = cls(ModelConfig.from_toml(recipe))
-        file = checkpoint / "model.safetensors"
-        try:
-            model.load_state_dict(load_file(file))
-        except (OSError, SafetensorError, RuntimeError) as reason:
-            what = " ".join(str(reason).split())
-            raise CheckpointError(
-                f"{file}: got {what}, expected the weights of {recipe}; "
-                "fix by loading the run that wrote them"
-            ) from reason
+        load_weights(model, checkpoint, allow_nonfinite=allow_nonfinite)
         return model.to(device).eval()
 
     def num_parameters(self) -> int:
@@ -219,22 +212,47 @@ class LanguageModel(nn.Module):
         Returns:
             A scalar, fp32 or wider.
         """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"reduction: got {reduction!r}, expected 'mean' or 'sum'; fix reduction"
+            )
+        total, _ = self._loss(tokens, targets, ignore_index, state, cu_seqlens, need_state=False)
+        if reduction == "sum":
+            return total
+        return total / (targets != ignore_index).sum().clamp_min(1)
+
+    def loss_and_state(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: ModelState | None = None,
+        cu_seqlens: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> tuple[Tensor, ModelState]:
+        """``loss`` with reduction "sum", and the state after the tokens, differentiable."""
+        total, after = self._loss(tokens, targets, ignore_index, state, cu_seqlens, need_state=True)
+        return total, _given(after)
+
+    def _loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        state: ModelState | None,
+        cu_seqlens: Tensor | None,
+        need_state: bool,
+    ) -> tuple[Tensor, ModelState | None]:
         check_inputs(len(self.blocks), tokens, state, cu_seqlens, None)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets: got shape {list(targets.shape)}, expected that of tokens, "
                 f"{list(tokens.shape)}; fix targets"
             )
-        if reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"reduction: got {reduction!r}, expected 'mean' or 'sum'; fix reduction"
-            )
-        h, _ = self._hidden(tokens, state, cu_seqlens, need_state=False)
-        targets = targets.flatten()
-        total = linear_cross_entropy(h.flatten(0, 1), self._head_weight, targets, ignore_index)
-        if reduction == "sum":
-            return total
-        return total / (targets != ignore_index).sum().clamp_min(1)
+        h, after = self._hidden(tokens, state, cu_seqlens, need_state)
+        total = linear_cross_entropy(
+            h.flatten(0, 1), self._head_weight, targets.flatten(), ignore_index
+        )
+        return total, after
 
     @torch.no_grad()
     def prefill(
@@ -355,19 +373,3 @@ def _given(state: ModelState | None) -> ModelState:
 
 def _offsets(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0), (1, 0))
-
-
-def _find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a run folder, or a checkpoint folder, stands for."""
-    if (path / storage.MANIFEST).exists():
-        storage.verify_folder(path)
-        return path
-    checkpoint, skipped = storage.newest_verified(path / "checkpoints")
-    for reason in skipped:
-        logger.warning("skipped a checkpoint: %s", reason)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{path}: got no checkpoint that verifies, expected one in {path / 'checkpoints'}; "
-            "fix by training, or by naming a run folder"
-        )
-    return checkpoint

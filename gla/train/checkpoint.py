@@ -3,33 +3,38 @@
     checkpoints/step-00001000/
         model.safetensors       weights, under the names of ``model.state_dict()``; a tensor that
                                 several names share is stored once, under the first of them
-        optimizer.safetensors   AdamW's moments and step counts, "<parameter>.<moment>"
-        trainer.json            step, tokens, position in the data, random states, running sums
+        average.safetensors     their running average, where ``train.ema_decay`` asks for one
+        optimizer.safetensors   moments and step counts, "<parameter>.<moment>"
+        carried.safetensors     states of the rows, where ``train.carry_state`` carries them
+        trainer.json            step, tokens, scale of the loss, running sums, fingerprints
         config.toml             the recipe of the run
         manifest.json           sizes and SHA-256, see ``gla.storage``
 
-The position in the data is one integer, so nothing is read again to find it.
+The position in the data is the step, and random numbers are drawn anew from the seed and the step:
+nothing is read or drawn again to find a place.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gla import storage
 from gla.errors import CheckpointError
+from gla.models.weights import AVERAGE, WEIGHTS, check_finite, named_once
+from gla.tables import describe_faults
 from gla.train.config import RunConfig, build, read_toml
 
-FORMAT = 1
+FORMAT = 2
 _LISTED = 10  # faults of a kind that a message names
 
 # What a run keeps for good: moments belong to an optimizer, and a place in the data to how its
@@ -39,7 +44,65 @@ _FIXED = (
     ("train", "seq_len"),
     ("train", "global_batch_size"),
     ("train", "seed"),
+    ("train", "carry_state"),
+    ("train", "isolate_documents"),
 )
+
+
+class TrainerFacts(BaseModel):
+    """``trainer.json``.
+
+    Attributes:
+        format: Of the checkpoint.
+        step: Updates so far, those left out included.
+        tokens: Targets learned from so far.
+        window: Sums since the last line of metrics.
+        validation: The last evaluation.
+        best: Step and loss of the best evaluation, or None.
+        updater: See ``Updater.facts``.
+        clock: Seconds of work and of waiting: not part of what is learned.
+        data: Fingerprints.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: int = FORMAT
+    step: int
+    tokens: int
+    window: dict[str, float]
+    validation: dict[str, float]
+    best: tuple[int, float] | None
+    updater: dict[str, float | list[float]]
+    clock: dict[str, float]
+    data: dict[str, str]
+
+
+class Snapshot(NamedTuple):
+    """A copy of all that a checkpoint holds, on the CPU.
+
+    Attributes:
+        tensors: {file name: {name: tensor}}.
+        facts: ``trainer.json``.
+        config_toml: The recipe.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+    facts: TrainerFacts
+    config_toml: str
+
+
+class Restored(NamedTuple):
+    """What ``load`` gives back beside what it put into the model and the optimizer.
+
+    Attributes:
+        facts: ``trainer.json``.
+        average: The running average by name; empty where there is none.
+        carried: States of the rows by name; empty where none are carried.
+    """
+
+    facts: TrainerFacts
+    average: dict[str, Tensor]
+    carried: dict[str, Tensor]
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -47,72 +110,113 @@ def folder_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def save(
-    folder: Path,
+def snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    trainer: Mapping[str, Any],
+    facts: TrainerFacts,
     config_toml: str,
-) -> None:
-    """Write a checkpoint, atomically. An older, damaged one of the same step is replaced.
+    average: Mapping[str, Tensor] | None = None,
+    carried: Mapping[str, Tensor] | None = None,
+) -> Snapshot:
+    """Copy everything: what happens to the model afterwards does not reach the copy.
 
     Args:
-        folder: The final place.
         model: Its state dict is stored.
         optimizer: Its state is stored by parameter name.
-        trainer: Anything that JSON holds; "rng" and "format" are added.
+        facts: See ``TrainerFacts``.
         config_toml: The recipe.
+        average: See ``Restored``.
+        carried: See ``Restored``.
+    """
+    tables = {
+        WEIGHTS: named_once(model.state_dict()),
+        "optimizer.safetensors": _optimizer_tensors(model, optimizer),
+        AVERAGE: dict(average or {}),
+        "carried.safetensors": dict(carried or {}),
+    }
+    copies = {
+        file: {name: _copy(tensor) for name, tensor in tensors.items()}
+        for file, tensors in tables.items()
+        if tensors or file in (WEIGHTS, "optimizer.safetensors")
+    }
+    return Snapshot(copies, facts, config_toml)
+
+
+def write(folder: Path, snapshot: Snapshot) -> None:
+    """Write a checkpoint, atomically. An older, damaged one of the same step is replaced.
 
     Raises:
         CheckpointError: The disk refuses. Nothing half-written remains.
     """
 
-    def write(temporary: Path) -> None:
+    def fill(temporary: Path) -> None:
         try:
-            save_file(_named_once(model.state_dict()), temporary / "model.safetensors")
-            save_file(_optimizer_tensors(model, optimizer), temporary / "optimizer.safetensors")
+            for file, tensors in snapshot.tensors.items():
+                save_file(tensors, temporary / file)
         except SafetensorError as reason:
             raise CheckpointError(f"{folder}: got {reason} while writing") from reason
-        facts = {**trainer, "rng": random_states(), "format": FORMAT}
-        (temporary / "trainer.json").write_text(json.dumps(facts, indent=1, allow_nan=False))
-        (temporary / "config.toml").write_text(config_toml, encoding="utf-8")
+        text = json.dumps(snapshot.facts.model_dump(), indent=1, allow_nan=False)
+        (temporary / "trainer.json").write_text(text)
+        (temporary / "config.toml").write_text(snapshot.config_toml, encoding="utf-8")
 
-    storage.write_folder(folder, write, replace=True)
+    storage.write_folder(folder, fill, replace=True)
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put a verified checkpoint into a model and an optimizer, and set the random states.
-
-    Returns:
-        What ``save`` was given as ``trainer``.
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    allow_nonfinite: bool = False,
+) -> Restored:
+    """Put a verified checkpoint into a model and an optimizer.
 
     Raises:
         CheckpointError: Another format, or tensors that do not fit the model.
+        NumericsError: A weight is NaN or infinite, and that is not allowed.
     """
     facts = read_facts(folder)
-    weights = _read(folder / "model.safetensors")
-    check_tensors(folder / "model.safetensors", weights, _named_once(model.state_dict()))
+    weights = _read(folder / WEIGHTS)
+    check_tensors(folder / WEIGHTS, weights, named_once(model.state_dict()))
+    if not allow_nonfinite:
+        check_finite(folder / WEIGHTS, weights)
+    average = _read_optional(folder / AVERAGE)
+    if average:
+        names = {name for name, _ in model.named_parameters()}
+        expected = {n: t for n, t in weights.items() if n in names}
+        check_tensors(folder / AVERAGE, average, expected)
+    carried = _read_optional(folder / "carried.safetensors")
     moments = _read(folder / "optimizer.safetensors")
     _restore_optimizer(folder / "optimizer.safetensors", moments, model, optimizer)
     # strict=False: further names of a shared tensor are not in the file; the check above was exact.
     model.load_state_dict(weights, strict=False)
-    set_random_states(facts["rng"])
-    return facts
+    return Restored(facts, average, carried)
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """Return what ``save`` was given as ``trainer``, with "rng" and "format".
+def read_facts(folder: Path) -> TrainerFacts:
+    """Return ``trainer.json``.
 
     Raises:
-        CheckpointError: The checkpoint has a newer format.
+        CheckpointError: It cannot be read, or the checkpoint has another format.
     """
-    facts = json.loads((folder / "trainer.json").read_text())
-    if facts["format"] > FORMAT:
+    file = folder / "trainer.json"
+    try:
+        tables = json.loads(file.read_bytes())
+        version = tables["format"]
+        if version != FORMAT:
+            raise CheckpointError(
+                f"{folder}: got format {version}, expected {FORMAT}; fix by updating gla, or by "
+                "going on with the version that wrote it"
+            )
+        return TrainerFacts.model_validate_json(file.read_bytes())
+    except ValidationError as faults:
+        lines = describe_faults(TrainerFacts, faults).splitlines()
+        raise CheckpointError(f"{file}: {lines[0]}") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as reason:
         raise CheckpointError(
-            f"{folder}: got format {facts['format']}, expected at most {FORMAT}; "
-            "fix by updating gla"
-        )
-    return facts
+            f"{file}: got {reason!r}, expected the facts of a checkpoint; fix by restoring it "
+            "from a copy"
+        ) from reason
 
 
 def put_aside_newer(parent: Path, folder: Path) -> None:
@@ -124,10 +228,18 @@ def put_aside_newer(parent: Path, folder: Path) -> None:
             other.rename(aside)
 
 
-def prune(parent: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints. A kill midway leaves the newest whole."""
+def prune(parent: Path, keep: int, best: Path | None = None) -> None:
+    """Remove all but the newest ``keep`` checkpoints. A kill midway leaves the newest whole.
+
+    Args:
+        parent: The folder of the checkpoints.
+        keep: How many stay.
+        best: One that stays too.
+    """
     folders = sorted(parent.glob("step-*"), key=lambda p: (len(p.name), p.name))
     for folder in folders[:-keep]:
+        if folder == best:
+            continue
         doomed = parent / f"{storage.TEMPORARY}{folder.name}-pruned"
         storage.remove(doomed)
         folder.rename(doomed)
@@ -153,44 +265,23 @@ def check_tensors(file: Path, got: Mapping[str, Tensor], expected: Mapping[str, 
         raise CheckpointError(f"{file}: {'; '.join(sorted(faults)[:_LISTED])}{more}")
 
 
-def random_states() -> dict[str, str]:
-    """Return torch's random states, of the CPU and of each GPU, as base64."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda:{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    return {k: base64.b64encode(s.numpy().tobytes()).decode() for k, s in states.items()}
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def set_random_states(states: Mapping[str, str]) -> None:
-    """Undo ``random_states``. The state of a GPU that this machine lacks is left out."""
-    for device, text in states.items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif int(device.removeprefix("cuda:")) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, device)
-
-
-def _named_once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out further names of a tensor that has been named (a tied head)."""
-    seen: set[tuple[int, torch.Size]] = set()
-    kept = {}
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        kept[name] = tensor.contiguous()
-    return kept
-
-
-def check_same(folder: Path, config: RunConfig, fingerprints: Mapping[str, str]) -> None:
+def check_same(
+    folder: Path,
+    config: RunConfig,
+    fingerprints: Mapping[str, str],
+    changes: frozenset[str] = frozenset(),
+) -> None:
     """Refuse to go on from a checkpoint of another architecture, order of the data or text.
 
     Args:
         folder: The checkpoint.
         config: What training is to go on with.
         fingerprints: Of the data and the tokenizer at hand.
+        changes: What may differ all the same: "tokenizer", "data".
 
     Raises:
         CheckpointError: Names what differs.
@@ -214,13 +305,25 @@ def check_same(folder: Path, config: RunConfig, fingerprints: Mapping[str, str])
             f"{folder}: belongs to another architecture; {'; '.join(changed)}; "
             "fix the recipe or start a new run"
         )
-    for name, expected in read_facts(folder)["data"].items():
-        if fingerprints[name] != expected:
+    for name, expected in read_facts(folder).data.items():
+        what = "tokenizer" if name == "tokenizer" else "data"
+        got = fingerprints.get(name, "")
+        if got != expected and what not in changes:
             raise CheckpointError(
-                f"data.path ({name}): got fingerprint {fingerprints[name][:12]}…, expected "
-                f"{expected[:12]}…, which this run was trained on; fix by restoring the data "
-                "or starting a new run"
+                f"data.path ({name}): got fingerprint {got[:12]}…, expected {expected[:12]}…, "
+                "which this run was trained on; fix by restoring the data, or allow it with "
+                f"--allow-{what}-change"
             )
+
+
+def check_tokenizer(folder: Path, fingerprint: str) -> None:
+    """Raise a CheckpointError if a checkpoint was trained with another tokenizer."""
+    expected = read_facts(folder).data.get("tokenizer", fingerprint)
+    if fingerprint != expected:
+        raise CheckpointError(
+            f"{folder}: got the tokenizer {fingerprint[:12]}…, expected {expected[:12]}…, which it "
+            "was trained with; fix by restoring it, or allow it with --allow-tokenizer-change"
+        )
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -241,6 +344,10 @@ def _restore_optimizer(
         if parameter is None or (value.ndim > 0 and value.shape != parameter.shape):
             raise CheckpointError(f"{file}: {full_name} does not fit the model")
         optimizer.state[parameter][key] = value.to(parameter.device)
+
+
+def _read_optional(file: Path) -> dict[str, Tensor]:
+    return _read(file) if file.exists() else {}
 
 
 def _read(file: Path) -> dict[str, Tensor]:

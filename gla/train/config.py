@@ -6,21 +6,42 @@ listed at once, each on one line that names the field, what it got and what was 
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from gla.errors import ConfigError
-from gla.layers.mixer import nearest
 from gla.models.config import ModelConfig
+from gla.tables import describe_faults, read_toml
+
+__all__ = ["RunConfig", "apply_overrides", "build", "load_recipe", "read_toml"]
 
 Count = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
+_VOCAB_SIZE = 4096
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as reason:
+        raise ValueError(
+            f"got {pattern!r}, expected a regular expression ({reason}); fix the pattern"
+        ) from None
+    return pattern
 
 
 class _Section(BaseModel):
@@ -36,14 +57,33 @@ class DataConfig(_Section):
         path: A folder written by ``gla data prepare``: train/, val/, tokenizer/.
         sources: What to prepare into ``path`` when nothing is there: files, folders, globs,
             "stdlib", or "hub:NAME". Empty: ``path`` must exist.
-        vocab_size: Size of the tokenizer trained on ``sources``; not used when ``path`` exists.
+        weights: Share of each source in the text, see ``gla.data.mixture``; empty: all of each.
+        text_field: Key or column that holds the text of .jsonl, .parquet and Hub rows.
+        vocab_size: Size of the tokenizer trained on ``sources``; None is 4096, or that of the data
+            where they are prepared already.
         val_fraction: Share of the documents kept for validation when preparing.
     """
 
     path: str
     sources: list[str] = []
-    vocab_size: Annotated[int, Field(ge=260)] = 4096
+    weights: list[Annotated[float, Field(gt=0)]] = []
+    text_field: str = "text"
+    vocab_size: Annotated[int, Field(ge=260)] | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+
+    @property
+    def new_vocab_size(self) -> int:
+        """Size of a tokenizer that is trained for the data."""
+        return self.vocab_size or _VOCAB_SIZE
+
+    @model_validator(mode="after")
+    def _one_weight_a_source(self) -> DataConfig:
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(
+                f"got {len(self.weights)} weights for {len(self.sources)} sources, expected one "
+                "each; fix data.weights"
+            )
+        return self
 
 
 class TrainConfig(_Section):
@@ -52,13 +92,24 @@ class TrainConfig(_Section):
     Attributes:
         steps: Optimizer updates.
         seq_len: Tokens of a row.
-        global_batch_size: Rows of an update.
-        micro_batch_size: Rows that pass through the model at once; None: all of an update.
-        seed: Of the initialization, the order of the data and dropout.
-        precision: "fp32", "bf16" (autocast; parameters, states and gates stay fp32), or "auto":
-            bf16 where the device multiplies bf16 matrices faster, see ``loop.resolve_precision``.
+        global_batch_size: Rows of an update, of all processes together.
+        micro_batch_size: Rows that pass through a process's model at once; None: all of its share.
+        seed: Of the initialization, the order of the data and random numbers in layers.
+        precision: "fp32"; "bf16" or "fp16" (autocast; parameters, states and gates stay fp32; fp16
+            scales the loss); or "auto": bf16 where the device multiplies bf16 matrices faster, see
+            ``device.resolve_precision``.
         compile: Whether each block passes through ``torch.compile``.
+        activation_checkpointing: Whether each block keeps only its input for the backward pass and
+            computes the rest again: less memory, about a third more time.
         max_norm: The gradient is scaled down to this norm.
+        on_nonfinite: What to do where the loss or the gradient is not finite: "stop", or "skip" the
+            update and go on (twenty skips in a row stop too). The batch is written to the run.
+        ema_decay: Keep a running average of the weights with this decay, and evaluate that; 0: no.
+        carry_state: Rows go on where they stopped: the state of each row is carried, without
+            gradient, to the next step (truncated back-propagation through time).
+        isolate_documents: False lets documents that share a row see each other.
+        loader_workers: Processes that assemble batches ahead of time; 0: the training process.
+        timeout_s: Seconds after which a process that does not answer counts as lost.
     """
 
     steps: Count
@@ -66,9 +117,16 @@ class TrainConfig(_Section):
     global_batch_size: Count = 8
     micro_batch_size: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: bool = False
+    activation_checkpointing: bool = False
     max_norm: Annotated[float, Field(gt=0)] = 1.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    ema_decay: Beta = 0.0
+    carry_state: bool = False
+    isolate_documents: bool = True
+    loader_workers: Annotated[int, Field(ge=0, le=64)] = 0
+    timeout_s: Count = 600
 
     @model_validator(mode="after")
     def _divides(self) -> TrainConfig:
@@ -82,7 +140,7 @@ class TrainConfig(_Section):
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch."""
+        """Rows of a micro-batch of one process alone."""
         return self.micro_batch_size or self.global_batch_size
 
 
@@ -90,16 +148,18 @@ class GroupConfig(_Section):
     """Parameters that are treated differently.
 
     Attributes:
-        pattern: A shell pattern on parameter names, for example "*.conv*". The first group that
-            matches counts.
+        pattern: A regular expression, searched in parameter names: "gate", "^blocks\\.0\\.". The
+            first group whose pattern is found counts. Each must be found somewhere.
         lr_factor: The learning rate is multiplied by it.
         weight_decay: Replaces ``optim.weight_decay``, also for parameters that have none by
             default.
+        warmup_steps: Replaces ``schedule.warmup_steps``.
     """
 
-    pattern: str
+    pattern: Annotated[str, AfterValidator(_regular_expression)]
     lr_factor: Annotated[float, Field(ge=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
 
 
 class OptimConfig(_Section):
@@ -127,23 +187,31 @@ class ScheduleConfig(_Section):
     """Learning rate over the steps, see ``gla.train.schedule``.
 
     Attributes:
-        kind: "cosine" or "wsd" (warm-up, stable, decay).
+        kind: "cosine", "linear", "constant" or "wsd" (warm-up, stable, decay).
         warmup_steps: Steps of linear warm-up.
-        min_lr_ratio: The last step's rate over the peak.
+        min_lr_ratio: The last step's rate over the peak; not for "constant".
         decay_fraction: Share of the steps in which "wsd" decays.
     """
 
-    kind: Literal["cosine", "wsd"] = "cosine"
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 100
     min_lr_ratio: Ratio = 0.1
     decay_fraction: Ratio = 0.2
 
 
 class CheckpointConfig(_Section):
-    """Every ``interval`` steps and at the end; the newest ``keep`` stay."""
+    """Every ``interval`` steps and at the end; the newest ``keep`` stay.
+
+    Attributes:
+        interval: Steps between checkpoints.
+        keep: How many stay.
+        keep_best: Also save at the evaluation with the lowest loss so far, and keep that one:
+            ``checkpoints/best`` leads to it.
+    """
 
     interval: Count = 500
     keep: Count = 2
+    keep_best: bool = False
 
 
 class EvalConfig(_Section):
@@ -204,23 +272,9 @@ def load_recipe(path: str | Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     tables = apply_overrides(read_toml(path), overrides)
     named = {key for key, _ in overrides}
     if "data.path" in named and "data.sources" not in named:
-        tables["data"].pop("sources", None)  # they are what the recipe's own path holds
+        for key in {"sources", "weights", "vocab_size"} - {k.removeprefix("data.") for k in named}:
+            tables["data"].pop(key, None)  # they tell what the recipe's own path holds
     return build(tables)
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Return the tables of a TOML file.
-
-    Raises:
-        ConfigError: No such file, not UTF-8, or not TOML (the message has the line).
-    """
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as reason:
-        raise ConfigError(f"{path}: got {reason.strerror}, expected a TOML recipe") from reason
-    except (ValueError, RecursionError) as reason:
-        raise ConfigError(f"{path}: got no TOML, {reason}; expected a TOML recipe") from reason
 
 
 def build(tables: Mapping[str, Any]) -> RunConfig:
@@ -236,7 +290,7 @@ def build(tables: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(plain)
     except ValidationError as faults:
-        raise ConfigError("\n".join(_describe(fault) for fault in faults.errors())) from None
+        raise ConfigError(describe_faults(RunConfig, faults, _valid_keys)) from None
 
 
 def apply_overrides(
@@ -310,25 +364,8 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _describe(fault: Any) -> str:
-    """Turn one of pydantic's faults into our one line."""
-    path: tuple[int | str, ...] = fault["loc"]
-    field = ".".join(str(part) for part in path) or "recipe"
-    if fault["type"] == "extra_forbidden":
-        return f"{field}: got an unknown key, expected {_valid_keys(path)}"
-    if fault["type"] == "missing":
-        return f"{field}: got nothing, expected a value; fix by setting it in the recipe"
-    if fault["type"] == "value_error":
-        reason = fault["ctx"]["error"]
-        if isinstance(reason, ConfigError):  # from the model: lines that begin with a field
-            return "\n".join(f"{field}.{line}" for line in str(reason).splitlines())
-        return f"{field}: {reason}"
-    wanted = fault["msg"].removeprefix("Input should be ")
-    return f"{field}: got {fault['input']!r}, expected {wanted}"
-
-
-def _valid_keys(path: tuple[int | str, ...]) -> str:
-    """Say which keys are valid where ``path`` ends."""
+def _valid_keys(path: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that are valid where ``path`` ends."""
     *parents, wrong = path
     model: Any = RunConfig
     for name in parents:
@@ -339,7 +376,7 @@ def _valid_keys(path: tuple[int | str, ...]) -> str:
     known = list(model.model_fields)
     if not parents:  # a key without its section: --steps for --train.steps
         known += [key for key in _all_keys() if key.split(".")[-1] == wrong]
-    return nearest(str(wrong), known)
+    return known
 
 
 def _all_keys() -> list[str]:

@@ -7,10 +7,11 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from gla.errors import ConfigError
 
@@ -44,7 +45,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_precision(wanted: str, device: torch.device) -> str:
-    """Return "fp32" or "bf16" for "auto", "fp32" or "bf16".
+    """Return "fp32", "bf16" or "fp16" for one of them or "auto".
 
     "auto" is bf16 where it is faster: on CUDA devices that compute it natively (from sm_80 on), and
     on CPUs with AVX-512 bf16 instructions or AMX tiles (a step of the demo takes 0.65 of the time
@@ -70,7 +71,8 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     """Return the context in which a model runs at a resolved precision."""
     if precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype=dtype)
 
 
 @contextlib.contextmanager
@@ -89,20 +91,49 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def compile_blocks(model: torch.nn.Module, device: torch.device) -> None:
-    """Compile each block of a model in place; names in its state dict stay as they are.
+def find_compiler() -> str | None:
+    """Return the C++ compiler that ``torch.compile`` would call on the CPU, if there is one."""
+    names = (os.environ.get("CXX", "g++"), "clang++", "c++")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def prepare_blocks(
+    model: torch.nn.Module, device: torch.device, *, compiled: bool, checkpointing: bool
+) -> None:
+    """Let each block of ``model.blocks`` be compiled, or keep only its input for the backward pass.
+
+    Names in the state dict stay as they are.
+
+    Args:
+        model: Its ``blocks`` are changed in place.
+        device: Where it runs.
+        compiled: Pass each block through ``torch.compile``.
+        checkpointing: Compute each block again in the backward pass.
 
     Raises:
-        ConfigError: On a CPU without a C++ compiler.
+        ConfigError: Compiling on a CPU without a C++ compiler.
     """
-    compilers = [os.environ.get("CXX", "g++"), "clang++", "c++"]
-    if device.type == "cpu" and not any(shutil.which(name) for name in compilers):
+    if compiled and device.type == "cpu" and find_compiler() is None:
         raise ConfigError(
             "train.compile: got true on a CPU without a C++ compiler, expected g++ or clang++; "
             "fix by installing one or with --train.compile false"
         )
     for block in model.blocks:  # type: ignore[union-attr]
-        block.compile()
+        if not checkpointing:
+            if compiled:
+                block.compile()
+            continue
+        inner = torch.compile(block.forward) if compiled else block.forward
+        block.forward = _recomputing(inner)
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def outer(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **options)
+        return checkpoint(forward, *arguments, use_reentrant=False, **options)
+
+    return outer
 
 
 def peak_memory(device: torch.device) -> int:

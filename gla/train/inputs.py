@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from gla.data.prepare import prepare, training_documents
+from gla.data.corpus import Corpus
+from gla.data.prepare import made_from, prepare, recorded, training_documents
 from gla.data.shards import TokenDataset, check_disjoint
 from gla.data.tokenizer import Tokenizer
 from gla.errors import ConfigError, DataError
@@ -90,32 +91,61 @@ def with_vocab_size(config: RunConfig, vocab_size: int) -> RunConfig:
     return config
 
 
-def open_or_prepare(config: DataConfig, note: Callable[[str], None]) -> Inputs:
-    """Open the data; where nothing stands at ``data.path``, prepare ``data.sources`` first.
+def make_ready(config: DataConfig, note: Callable[[str], None]) -> None:
+    """Where nothing stands at ``data.path``, prepare ``data.sources``; else compare it with them.
 
     Args:
         config: The [data] section.
-        note: Called with a line now and then while preparing.
+        note: Called with a line now and then while preparing, and where the prepared data are made
+            of something else than the recipe says.
 
     Raises:
-        ConfigError, DataError: As ``open_inputs``, ``Tokenizer.train`` and ``prepare``.
+        ConfigError, DataError: As ``Tokenizer.train`` and ``prepare``; or the prepared data have
+            another vocabulary than the recipe asks for.
     """
-    if config.sources and not is_prepared(config):
-        with tempfile.TemporaryDirectory(prefix="gla-tokenizer-") as tokenizer:
-            note(f"training a tokenizer of {config.vocab_size} on {', '.join(config.sources)}")
-            Tokenizer.train(
-                training_documents(config.sources, config.val_fraction),
-                config.vocab_size,
-                tokenizer,
-            )
-            prepare(
-                config.sources,
-                tokenizer,
-                config.path,
-                config.val_fraction,
-                on_progress=_now_and_then(note),
-            )
-    return open_inputs(config)
+    if is_prepared(config):
+        check_prepared(config, note)
+    elif config.sources:
+        prepare_data(config, note)
+
+
+def prepare_data(config: DataConfig, note: Callable[[str], None]) -> None:
+    """Train a tokenizer on ``data.sources``, and prepare them into ``data.path``."""
+    corpus = Corpus(config.sources, text_field=config.text_field, weights=config.weights)
+    with tempfile.TemporaryDirectory(prefix="gla-tokenizer-") as tokenizer:
+        note(f"training a tokenizer of {config.new_vocab_size} on {', '.join(config.sources)}")
+        Tokenizer.train(
+            training_documents(corpus, config.val_fraction), config.new_vocab_size, tokenizer
+        )
+        prepare(
+            corpus,
+            tokenizer,
+            config.path,
+            config.val_fraction,
+            on_progress=_now_and_then(note),
+        )
+
+
+def check_prepared(config: DataConfig, note: Callable[[str], None]) -> None:
+    """Compare what stands at ``data.path`` with what the recipe would make there.
+
+    Raises:
+        ConfigError: The recipe names a vocabulary of another size.
+    """
+    size = tokenizer_of(config).vocab_size
+    if config.vocab_size not in (None, size):
+        raise ConfigError(
+            f"data.vocab_size: got {config.vocab_size}, expected {size}, that of the prepared data "
+            f"in {config.path}; fix by leaving it out, or with another data.path"
+        )
+    made = made_from(Path(config.path))
+    wanted = recorded(config.sources, config.weights, config.text_field, config.val_fraction)
+    if config.sources and made is not None and made != wanted:
+        changed = ", ".join(f"{k} = {v!r}" for k, v in made.items() if wanted.get(k) != v)
+        note(
+            f"data.path: {config.path} is prepared already, from {changed}; the recipe's other "
+            "values are not used (name another data.path to prepare anew)"
+        )
 
 
 def _now_and_then(note: Callable[[str], None]) -> Callable[[int, int], None]:

@@ -29,10 +29,15 @@ _TAGS = {
     "lr": "train/lr",
     "grad_norm": "train/gradient_norm",
     "tokens_per_s": "speed/tokens_per_s",
+    "data_wait": "speed/data_wait",
+    "tflops": "speed/tflops",
+    "mfu": "speed/mfu",
     "memory_gib": "speed/memory_gib",
     "val_loss": "validation/loss",
     "val_bpb": "validation/bits_per_byte",
 }
+# What a line on the terminal shows; metrics.jsonl has all.
+_SHOWN = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "val_loss", "val_bpb")
 
 
 class Monitor:
@@ -46,6 +51,7 @@ class Monitor:
 
     def __init__(self, run: Path, start: int, steps: int) -> None:
         self.run = run
+        self._steps = steps
         self._log = open(run / "log.txt", "a", encoding="utf-8", buffering=1)
         self._metrics_path = run / "metrics.jsonl"
         cut_metrics(self._metrics_path, start)
@@ -98,7 +104,7 @@ class Monitor:
             line["nonfinite"] = bad
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._on_board(lambda: self._add_scalars(step, metrics))
-        shown = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items())
+        shown = "  ".join(f"{n} {_short(n, metrics[n])}" for n in _SHOWN if n in metrics)
         if "loss" in metrics:
             self._bar.update(self._task, description=f"loss {metrics['loss']:.3f}")
         self.note(f"step {step}  {shown}")
@@ -130,8 +136,27 @@ class Monitor:
 
     def _add_scalars(self, step: int, metrics: Mapping[str, float | int]) -> None:
         for name, value in metrics.items():
-            if name in _TAGS:
-                self._board.add_scalar(_TAGS[name], value, step)
+            if name in _TAGS or "/" in name:
+                self._board.add_scalar(_TAGS.get(name, name), value, step)
+
+    def finish(self, config: Mapping[str, Any], figures: Mapping[str, float | int]) -> None:
+        """Write the recipe with the last figures to TensorBoard's table of hyperparameters.
+
+        By hand: ``SummaryWriter.add_hparams`` would open a second writer, whose steps no resumed
+        run could take back.
+        """
+
+        def write() -> None:
+            from torch.utils.tensorboard.summary import hparams
+
+            table = {name: v for name, v in _flat(config).items() if isinstance(v, _PLAIN)}
+            metrics = {f"final/{name}": float(value) for name, value in figures.items()}
+            for summary in hparams(table, metrics):
+                self._board.file_writer.add_summary(summary)
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, self._steps)
+
+        self._on_board(write)
 
     def _on_board(self, action: Callable[[], Any]) -> None:
         """Do something with TensorBoard; when its disk fails, say so once and train on."""
@@ -142,6 +167,19 @@ class Monitor:
         except OSError as reason:
             self._board_works = False
             self.note(f"{self.run / 'tb'}: got {reason}; training goes on without TensorBoard")
+
+
+class Silent:
+    """Takes the place of a ``Monitor`` in all processes but the first."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
 
 
 def say(text: str) -> None:
@@ -187,6 +225,20 @@ def gate_decays(model: nn.Module, tokens: Tensor, cu_seqlens: Tensor) -> dict[st
     finally:
         for layer in layers.values():
             layer.record, layer.last_log_decay = False, None  # type: ignore[assignment]
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists become text."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = str(value) if isinstance(value, list | tuple) else value
+    return flat
 
 
 def _short(name: str, value: float | int) -> str:

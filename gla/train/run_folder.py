@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save as to_bytes
 
 from gla import storage
 from gla.errors import CheckpointError, ConfigError
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: no lock there
-    fcntl = None
 
 CONFIG = "config.toml"
 _PACKAGES = ("gla", "torch", "triton", "numpy", "safetensors", "sentencepiece", "pydantic")
@@ -78,26 +73,44 @@ def locked(run: Path) -> Iterator[None]:
         CheckpointError: Another process (named by its id) trains in this folder.
         ConfigError: The folder cannot be written.
     """
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        file = open(run / ".lock", "a+", encoding="utf-8")
-    except OSError as reason:
-        raise _unwritable(run, reason) from reason
-    with file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as reason:
-                file.seek(0)
-                raise CheckpointError(
-                    f"{run}: got a run that process {file.read().strip() or '?'} is training, "
-                    "expected no other writer; fix by waiting for it or ending it"
-                ) from reason
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
+
+    def busy(process: str) -> CheckpointError:
+        return CheckpointError(
+            f"{run}: got a run that process {process} is training, expected no other writer; "
+            "fix by waiting for it or ending it"
+        )
+
+    with contextlib.ExitStack() as stack:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(storage.locked(run / ".lock", busy))
+        except OSError as reason:
+            raise _unwritable(run, reason) from reason
         yield
+
+
+def dump_batches(
+    run: Path, step: int, rank: int, batches: Sequence[Any], facts: Mapping[str, Any]
+) -> Path:
+    """Write the batches of an update into ``nonfinite/``, to be looked at; return the file.
+
+    Args:
+        run: The run's folder.
+        step: The update.
+        rank: Of the process whose batches they are.
+        batches: NamedTuples of tensors.
+        facts: Metadata of the file, as text.
+    """
+    tensors = {
+        f"{i}.{field}": tensor.contiguous()
+        for i, batch in enumerate(batches)
+        for field, tensor in zip(batch._fields, batch, strict=True)
+    }
+    file = run / "nonfinite" / f"step-{step:08d}-rank-{rank}.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    data = to_bytes(tensors, {name: str(value) for name, value in facts.items()})
+    storage.write_bytes_atomic(file, data)
+    return file
 
 
 def environment() -> dict[str, Any]:

@@ -7,34 +7,36 @@ import math
 from gla.train.config import ScheduleConfig
 
 
-def warmup_steps(config: ScheduleConfig, steps: int) -> int:
+def warmup_steps(wanted: int, steps: int) -> int:
     """Return the steps of warm-up, cut to a tenth of the run where it is longer than the run."""
-    return config.warmup_steps if config.warmup_steps < steps else max(1, steps // 10)
+    return wanted if wanted < steps else max(1, steps // 10)
 
 
-def lr_factor(config: ScheduleConfig, steps: int, step: int) -> float:
+def lr_factor(config: ScheduleConfig, steps: int, step: int, warmup: int | None = None) -> float:
     """Return what the peak learning rate is multiplied by in update ``step``.
 
-    Linear warm-up, then either half a cosine down to ``min_lr_ratio``, or ("wsd", arXiv 2404.06395)
-    a constant rate and a linear decay over the last ``decay_fraction`` of the steps.
+    Linear warm-up, then half a cosine or a line down to ``min_lr_ratio``, a constant rate, or
+    ("wsd", arXiv 2404.06395) a constant rate and a linear decay over the last ``decay_fraction`` of
+    the steps.
 
     Args:
         config: The [schedule] section.
         steps: Updates of the whole run, at least 1.
         step: The update, from 0 to ``steps - 1``; the last one has the lowest rate.
+        warmup: Steps of warm-up in place of those of ``config``.
 
     Returns:
         A factor in (0, 1], or 0 at the end where ``min_lr_ratio`` is 0.
     """
-    warmup = warmup_steps(config, steps)
+    warmup = warmup_steps(config.warmup_steps if warmup is None else warmup, steps)
     if step < warmup:
         return (step + 1) / warmup
     start = warmup
     if config.kind == "wsd":
         start = max(warmup, steps - round(config.decay_fraction * steps))
-    if step < start:
+    if step < start or config.kind == "constant":
         return 1.0
     # The first step after ``start`` already goes down; the last reaches the floor exactly.
     done = (step - start + 1) / (steps - start)
-    shape = (1 - done) if config.kind == "wsd" else (1 + math.cos(math.pi * done)) / 2
+    shape = (1 + math.cos(math.pi * done)) / 2 if config.kind == "cosine" else 1 - done
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape

@@ -1,7 +1,8 @@
 """Train, die, resume: run by test_resume.py in a process of its own; forks before torch works.
 
-Usage: kill_driver.py RECIPE.toml FOLDER. Writes FOLDER/NAME (a run) for each scenario and prints
-one line of JSON, {NAME: [exit code or minus the signal of each process]}.
+Usage: kill_driver.py FOLDER [KILLS]. Reads the recipes FOLDER/RECIPE.toml: "plain", and others that
+are killed at random moments, KILLS times. Writes FOLDER/NAME (a run) for each scenario, an unbroken
+FOLDER/RECIPE, and prints one line of JSON, {NAME: [exit code or minus the signal of each process]}.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -31,12 +33,15 @@ DEATHS = {
     "before-rename": ("gla.storage:_move_into_place", 2),
     "before-prune": ("gla.train.checkpoint:prune", 3),
     "while-pruning": ("gla.train.checkpoint:shutil.rmtree", 1),
-    "in-a-step": ("gla.train.loop:count_targets", 11),
+    "in-a-step": ("gla.train.objective:count_targets", 12),
     "between-update-and-log": ("gla.train.monitor:Monitor.record", 4),
-    "in-evaluation": ("gla.train.loop:evaluate", 2),
-    "before-the-first-checkpoint": ("gla.train.loop:count_targets", 2),
+    "in-evaluation": ("gla.train.objective:evaluate", 2),
+    "before-the-first-checkpoint": ("gla.train.objective:count_targets", 3),
     "in-creation": ("gla.train.run_folder:storage.write_bytes_atomic", 2),
 }
+
+
+STEP = "gla.train.objective:count_targets"  # called for each micro-batch
 
 
 def die_in_call(where: str, number: int, signals: tuple[int, ...] = (signal.SIGKILL,)) -> None:
@@ -80,41 +85,63 @@ def in_child(action: Callable[[], object], kill_after: float | None = None) -> i
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(recipe: str, folder: Path) -> dict[str, list[int]]:
-    """Run every scenario."""
-    torch.set_num_threads(1)
+def at_given_moments(folder: Path) -> dict[str, list[int]]:
+    """Let the plain recipe die, and be stopped, in given calls."""
     codes: dict[str, list[int]] = {}
 
     def start(name: str) -> object:
-        return train(load_recipe(recipe), folder / name, device="cpu")
+        return train(load_recipe(folder / "plain.toml"), folder / name, device="cpu")
 
-    def go_on(name: str) -> object:
-        return resume(folder / name, device="cpu")
-
-    codes["straight"] = [in_child(lambda: start("straight"))]
     for name, death in DEATHS.items():
-        again = start if name == "in-creation" else go_on
+        again = start if name == "in-creation" else lambda n: resume(folder / n, device="cpu")
         codes[name] = [
             in_child(lambda n=name, d=death: (die_in_call(*d), start(n))),
             in_child(lambda n=name, a=again: a(n)),
         ]
-    step = "gla.train.loop:count_targets"
     for name, signals in {
         "sigint": (signal.SIGINT,),
         "sigterm": (signal.SIGTERM,),
         "sigterm-twice": (signal.SIGTERM, signal.SIGTERM),
     }.items():
         codes[name] = [
-            in_child(lambda n=name, s=signals: (die_in_call(step, 9, s), start(n))),
-            in_child(lambda n=name: go_on(n)),
+            in_child(lambda n=name, s=signals: (die_in_call(STEP, 10, s), start(n))),
+            in_child(lambda n=name: resume(folder / n, device="cpu")),
         ]
+    return codes
+
+
+def at_random(folder: Path, recipe: str, kills: int, longest: float) -> list[int]:
+    """Kill a run again and again, each time within ``longest`` seconds, then let it end."""
+    run = folder / f"{recipe}-killed"
     rng = random.Random(0)
-    codes["random"] = [in_child(lambda: (die_in_call(step, 3), start("random")))]
-    for _ in range(12):
-        codes["random"].append(in_child(lambda: go_on("random"), rng.uniform(0.1, 0.6)))
-    codes["random"].append(in_child(lambda: go_on("random")))
+    config = load_recipe(folder / f"{recipe}.toml")
+    codes = [in_child(lambda: (die_in_call(STEP, 4), train(config, run, device="cpu")))]
+    while codes.count(-signal.SIGKILL) < kills:
+        codes.append(in_child(lambda: resume(run, device="cpu"), rng.uniform(0, longest)))
+        if codes[-1] == 0:  # it was quick: begin again
+            shutil.rmtree(run)
+            codes.append(in_child(lambda: (die_in_call(STEP, 4), train(config, run, device="cpu"))))
+    codes.append(in_child(lambda: resume(run, device="cpu")))
+    return codes
+
+
+def main(folder: Path, kills: int) -> dict[str, list[int]]:
+    """Run every scenario."""
+    torch.set_num_threads(1)
+    codes: dict[str, list[int]] = {}
+    # Unbroken, in this process: what it loads and sets up once, no forked one has to.
+    recipes = sorted(path.stem for path in folder.glob("*.toml"))
+    for recipe in recipes:
+        train(load_recipe(folder / f"{recipe}.toml"), folder / recipe, device="cpu")
+    for recipe in recipes:
+        if recipe == "plain":
+            codes |= at_given_moments(folder)
+        elif recipe == "workers":  # which take seconds to start
+            codes[recipe] = at_random(folder, recipe, 1, 0.0)
+        else:
+            codes[recipe] = at_random(folder, recipe, kills, 0.6)
     return codes
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]))))
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -54,7 +54,7 @@ def tables(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_merged_recipe_reads_back_equal(tmp_path: Path) -> None:
-    text = SMALL + '[[optim.groups]]\npattern = "*conv*"\nlr_factor = 0.5\n'
+    text = SMALL + '[[optim.groups]]\npattern = "conv"\nlr_factor = 0.5\n'
     config = load(tmp_path, text, train__seed="7")
     assert load_recipe(write(tmp_path, config.to_toml())) == config
 
@@ -93,7 +93,7 @@ def test_an_override_has_the_type_of_its_key(
 
 
 def test_an_override_can_set_groups(tmp_path: Path) -> None:
-    config = load(tmp_path, optim__groups='[{pattern = "*a*", lr_factor = 0.1}]')
+    config = load(tmp_path, optim__groups='[{pattern = "a", lr_factor = 0.1}]')
     assert config.optim.groups[0].lr_factor == 0.1
 
 

@@ -6,8 +6,18 @@ import torch
 
 import gla
 from gla.models.language_model import LanguageModel
-from gla.train.config import GroupConfig, OptimConfig
-from gla.train.optim import MuonAdamW, build_optimizer, parameter_facts, set_lr, unmatched_groups
+from gla.train.config import GroupConfig, OptimConfig, ScheduleConfig
+from gla.train.optim import (
+    Facts,
+    MuonAdamW,
+    build_optimizer,
+    parameter_facts,
+    part_of,
+    set_lr,
+    unmatched_groups,
+)
+
+CONSTANT = ScheduleConfig(kind="constant", warmup_steps=0)
 
 
 def model() -> LanguageModel:
@@ -22,7 +32,7 @@ def model() -> LanguageModel:
 
 def test_norms_biases_and_gates_are_not_decayed_and_all_else_is() -> None:
     facts = parameter_facts(model(), OptimConfig(weight_decay=0.1))
-    spared = {name for name, (_, decay) in facts.items() if decay == 0}
+    spared = {name for name, how in facts.items() if how.weight_decay == 0}
     for name in facts:
         part = name.split(".")[-2]
         special = "norm" in part or name.endswith("bias") or ".gate." in name
@@ -44,21 +54,21 @@ def test_the_first_matching_group_decides() -> None:
     config = OptimConfig(
         lr=1e-2,
         groups=[
-            GroupConfig(pattern="*.gate.*", lr_factor=0.5, weight_decay=0.01),
-            GroupConfig(pattern="blocks.0.*", lr_factor=0.0),
+            GroupConfig(pattern=r"\.gate\.", lr_factor=0.5, weight_decay=0.01),
+            GroupConfig(pattern=r"^blocks\.0\.", lr_factor=0.0),
         ],
     )
     net = model()
     facts = parameter_facts(net, config)
-    assert facts["blocks.0.mixer.gate.up.weight"] == (0.5, 0.01)
-    assert facts["blocks.0.mixer.q_proj.weight"] == (0.0, 0.1)
-    assert facts["blocks.0.mixer_norm.weight"] == (0.0, 0.0)
-    assert facts["blocks.1.mixer.q_proj.weight"] == (1.0, 0.1)
+    assert facts["blocks.0.mixer.gate.up.weight"] == Facts(0.5, 0.01)
+    assert facts["blocks.0.mixer.q_proj.weight"] == Facts(0.0, 0.1)
+    assert facts["blocks.0.mixer_norm.weight"] == Facts(0.0, 0.0)
+    assert facts["blocks.1.mixer.q_proj.weight"] == Facts(1.0, 0.1)
 
     optimizer = build_optimizer(net, config)
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     net.loss(torch.arange(8)[None], torch.arange(8)[None]).backward()
-    set_lr(optimizer, 1e-2)
+    set_lr(optimizer, 1e-2, CONSTANT, 10, 5)
     optimizer.step()
     moved = {n: float((p.detach() - before[n]).abs().max()) for n, p in net.named_parameters()}
     assert moved["blocks.0.mixer.q_proj.weight"] == 0
@@ -67,9 +77,17 @@ def test_the_first_matching_group_decides() -> None:
     assert 0.009 < moved["blocks.1.mixer.q_proj.weight"] < 0.011
 
 
+def test_a_norm_is_told_by_part_of_the_model() -> None:
+    assert part_of("blocks.3.mixer.gate.up.weight") == "mixer.gate"
+    assert part_of("blocks.3.mixer.q_proj.weight") == "mixer"
+    assert part_of("blocks.11.mlp_norm.weight") == "mlp_norm"
+    assert part_of("embed.weight") == "embed"
+    assert part_of("scale") == "scale"
+
+
 def test_patterns_without_a_parameter_are_found() -> None:
-    groups = [GroupConfig(pattern="*.gate.*"), GroupConfig(pattern="*gaet*")]
-    assert unmatched_groups(model(), OptimConfig(groups=groups)) == ["*gaet*"]
+    groups = [GroupConfig(pattern="gate"), GroupConfig(pattern="gaet")]
+    assert unmatched_groups(model(), OptimConfig(groups=groups)) == ["gaet"]
 
 
 def test_muon_takes_the_matrices_inside_the_blocks_and_keeps_one_state():
@@ -78,7 +96,7 @@ def test_muon_takes_the_matrices_inside_the_blocks_and_keeps_one_state():
     tokens = torch.arange(40).view(1, 40) % 48
     model.loss(tokens, tokens).backward()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    set_lr(optimizer, 0.02)
+    set_lr(optimizer, 0.02, CONSTANT, 10, 5)
     optimizer.step()
     with_moments = {
         name: "exp_avg_sq" in optimizer.state[p] for name, p in model.named_parameters()
@@ -113,10 +131,10 @@ def test_a_rate_set_reaches_both_parts_of_muon() -> None:
     optimizer = build_optimizer(net, OptimConfig(kind="muon"))
     net.loss(torch.arange(8)[None], torch.arange(8)[None]).backward()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    set_lr(optimizer, 0.0)
+    set_lr(optimizer, 0.0, CONSTANT, 10, 5)
     optimizer.step()
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
-    set_lr(optimizer, 1e-2)
+    set_lr(optimizer, 1e-2, CONSTANT, 10, 5)
     optimizer.step()
     for name in ("embed.weight", "blocks.0.mixer.q_proj.weight"):
         assert not torch.equal(net.get_parameter(name), before[name])

@@ -30,16 +30,28 @@ def test_wsd_is_flat_until_its_linear_decay() -> None:
     assert rates[80:] == pytest.approx([1 - (i + 1) / 20 for i in range(20)])
 
 
+def test_linear_and_constant() -> None:
+    rates = factors(100, kind="linear", warmup_steps=10, min_lr_ratio=0.1)
+    assert rates[10:] == pytest.approx([1 - 0.9 * (i + 1) / 90 for i in range(90)])
+    rates = factors(100, kind="constant", warmup_steps=10, min_lr_ratio=0.1)
+    assert rates[9:] == [1.0] * 91 and rates[4] == 0.5
+
+
+def test_a_group_may_have_its_own_warmup() -> None:
+    config = ScheduleConfig(kind="constant", warmup_steps=10)
+    assert [lr_factor(config, 100, step, 2) for step in range(3)] == [0.5, 1.0, 1.0]
+    assert lr_factor(config, 100, 0, 0) == 1.0
+
+
 def test_a_warmup_longer_than_the_run_is_cut() -> None:
-    config = ScheduleConfig(warmup_steps=1000)
-    assert warmup_steps(config, 50) == 5
-    assert warmup_steps(config, 5) == 1
-    assert warmup_steps(config, 1000) == 100
-    assert warmup_steps(config, 1001) == 1000
+    assert warmup_steps(1000, 50) == 5
+    assert warmup_steps(1000, 5) == 1
+    assert warmup_steps(1000, 1000) == 100
+    assert warmup_steps(1000, 1001) == 1000
     assert max(factors(50, warmup_steps=1000)) == 1.0
 
 
-@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 @pytest.mark.parametrize("warmup", [0, 1, 100])
 def test_every_short_run_has_a_valid_rate(kind: str, steps: int, warmup: int) -> None:

@@ -1,0 +1,107 @@
+"""From a checkpoint on the disk to the weights of a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gla import storage
+from gla.errors import CheckpointError, NumericsError
+
+logger = logging.getLogger("gla")
+
+WEIGHTS = "model.safetensors"
+AVERAGE = "average.safetensors"  # the running average of the weights, where a run keeps one
+_LISTED = 10  # faults that a message names
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # of what torch.save writes: a zip, or a bare pickle
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a run folder, or a checkpoint folder, stands for.
+
+    Raises:
+        CheckpointError: None verifies, or the path is a file, such as a pickle, which is not read.
+    """
+    if path.is_file():
+        with open(path, "rb") as file:
+            pickled = file.read(4).startswith(_PICKLE_STARTS)
+        what = "a pickle, which can run any code and is not opened" if pickled else "a file"
+        raise CheckpointError(
+            f"{path}: got {what}, expected the folder of a run or of a checkpoint; fix the path"
+        )
+    if (path / storage.MANIFEST).exists():
+        storage.verify_folder(path)
+        return path
+    checkpoint, skipped = storage.newest_verified(path / "checkpoints")
+    for reason in skipped:
+        logger.warning("skipped a checkpoint: %s", reason)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{path}: got no checkpoint that verifies, expected one in {path / 'checkpoints'}; "
+            "fix by training, or by naming a run folder"
+        )
+    return checkpoint
+
+
+def load_weights(model: nn.Module, folder: Path, *, allow_nonfinite: bool = False) -> None:
+    """Put a verified checkpoint's weights, or their average where it has one, into a model.
+
+    Raises:
+        CheckpointError: They cannot be read, or belong to another model.
+        NumericsError: A weight is NaN or infinite, and that is not allowed.
+    """
+    named = storage.verify_folder(folder, contents=False)
+    for file in (folder / WEIGHTS, folder / AVERAGE):
+        if file.name == AVERAGE and AVERAGE not in named:
+            continue
+        try:
+            tensors = load_file(file)
+            left = model.load_state_dict(tensors, strict=False)
+        except (OSError, SafetensorError, RuntimeError) as reason:
+            raise _misfit(file, " ".join(str(reason).split())) from reason
+        if left.unexpected_keys:
+            raise _misfit(file, f"the further tensors {left.unexpected_keys[:_LISTED]}")
+        if file.name == WEIGHTS:
+            # A tensor that several names share stands in the file under the first of them.
+            missing = [n for n in named_once(model.state_dict()) if n not in tensors]
+            if missing:
+                raise _misfit(file, f"no tensors {missing[:_LISTED]}")
+        if not allow_nonfinite:
+            check_finite(file, tensors)
+
+
+def named_once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out further names of a tensor that has been named (a tied head)."""
+    seen: set[tuple[int, torch.Size]] = set()
+    kept = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor
+    return kept
+
+
+def check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a NumericsError that names up to ten tensors with a NaN or an infinity."""
+    bad = [n for n, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()]
+    if bad:
+        more = f" and {len(bad) - _LISTED} more" if len(bad) > _LISTED else ""
+        raise NumericsError(
+            f"{file}: got NaN or infinity in {', '.join(sorted(bad)[:_LISTED])}{more}, expected "
+            "finite weights; fix by taking an older checkpoint, or with --allow-nonfinite"
+        )
+
+
+def _misfit(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: got {what}, expected the weights of the model that config.toml describes; "
+        "fix by loading the run that wrote them"
+    )

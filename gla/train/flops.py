@@ -1,0 +1,86 @@
+"""Floating-point operations of a model, counted layer by layer, and what a device can do.
+
+A multiplication and an addition are two operations. Only products of matrices are counted: norms,
+gates and activations are left out, as in PaLM's definition of model FLOPs utilization (Chowdhery et
+al. 2022, arXiv 2204.02311). The backward pass takes twice the forward pass; what activation
+checkpointing computes again is not counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gla.layers.linear_attention import LinearAttention
+from gla.layers.short_convolution import ShortConvolution
+from gla.layers.softmax_attention import SoftmaxAttention
+
+BACKWARD = 2  # times the forward pass
+
+# Dense bf16 or fp16 operations a second, from the makers' data sheets.
+_PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def flops_per_token(model: nn.Module, seq_len: int) -> dict[str, float]:
+    """Return the operations of a forward pass for a token, by part of the model.
+
+    Args:
+        model: With ``blocks``, each with a ``mixer``.
+        seq_len: Tokens of a row: layers of softmax attention read what stands before a token.
+
+    Returns:
+        ``blocks.N.mixer``, ``blocks.N.mlp`` and ``head`` (or further parts), with their sums.
+    """
+    counts: dict[str, float] = {}
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        part = ".".join(parts[:3]) if parts[0] == "blocks" else parts[0]
+        if count := _own_flops(module, seq_len):
+            counts[part] = counts.get(part, 0.0) + count
+    tied = getattr(model, "head", 1) is None
+    if tied:  # the head multiplies with the embedding
+        counts["head"] = 2.0 * model.embed.weight.numel()  # type: ignore[union-attr]
+    return counts
+
+
+def _own_flops(module: nn.Module, seq_len: int) -> float:
+    """Operations a token of a module itself, its parts left out."""
+    if isinstance(module, nn.Linear):
+        return 2.0 * module.weight.numel()
+    if isinstance(module, ShortConvolution):
+        return 2.0 * module.weight.numel()
+    if isinstance(module, LinearAttention):
+        # The state takes in k v^T and is read by q: two products of K x V a head.
+        return 4.0 * module.num_heads * module.key_dim * module.value_dim
+    if isinstance(module, SoftmaxAttention):
+        read = mean_context(seq_len, module.config.window)
+        return 4.0 * module.num_heads * module.dim * read  # scores, and their sum of values
+    mixing = getattr(module, "mixing_flops", None)  # a mixer of one's own may tell
+    return float(mixing(seq_len)) if mixing is not None else 0.0
+
+
+def mean_context(seq_len: int, window: int | None) -> float:
+    """Return how many tokens a token reads on average, itself included."""
+    window = min(window or seq_len, seq_len)
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return what a GPU can do a second at half precision, or None where that is not known."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
