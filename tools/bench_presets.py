@@ -11,7 +11,8 @@ Each preset is a model of the same width, depth and vocabulary. Columns:
 - train: tokens a second of an update (loss, gradient, AdamW) on 4,096 tokens, in rows of 512 and
   of 4,096; best of the runs that fit into --seconds.
 - bits per byte: of the validation text, after --tokens tokens of training with one recipe for all.
-  0 leaves it out.
+  0 leaves it out. The runs stay in --runs: one that is finished is not trained again, one that was
+  stopped goes on.
 
 Times are those of this machine, with nothing else running on it.
 """
@@ -24,7 +25,6 @@ import math
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,8 @@ from gla.layers.mixer import build_mixer, mixer_config
 from gla.models.language_model import LanguageModel
 from gla.state import ModelState, nbytes
 from gla.train.config import build
-from gla.train.loop import train
+from gla.train.loop import resume, train
+from gla.train.run_folder import CONFIG
 
 READ_TOKENS = 1024  # what a state is made by really reading
 UPDATE_TOKENS = 4096
@@ -163,10 +164,21 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for length in options.train_lengths:
         row[f"train_tokens_per_s_{length}"] = training_speed(model, length, options)
     if options.tokens:
-        with tempfile.TemporaryDirectory(prefix="gla-bench-") as folder:
-            result = train(build(recipe(name, options)), Path(folder) / "run", device="cpu")
-        row["val_bits_per_byte"] = result.validation["bpb"]
+        row["val_bits_per_byte"] = bits_per_byte(name, options)
     return row
+
+
+def bits_per_byte(name: str, options: argparse.Namespace) -> float:
+    """Train, go on training, or find the run trained, and read its last evaluation."""
+    wanted = build(recipe(name, options))
+    size = f"{name}-{options.layers}x{options.d_model}-{options.tokens}-seed{options.seed}"
+    run = Path(options.runs) / size
+    if (run / CONFIG).exists():
+        resume(run, device="cpu")
+    else:
+        train(wanted, run, device="cpu")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["val_bpb"] for line in lines if "val_bpb" in line][-1]
 
 
 def short(name: str, value: Any) -> str:
@@ -191,7 +203,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--presets", nargs="+", help="default: all that a language model takes")
-    parser.add_argument("--d-model", type=int, default=256)
+    parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--state-lengths", type=int, nargs="+", default=[1024, 65536])
@@ -204,6 +216,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", default="data/stdlib-2048", help="prepared first if missing")
+    parser.add_argument("--runs", default="runs/presets", help="where the runs are kept")
     parser.add_argument("--sources", nargs="*", default=["stdlib"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)

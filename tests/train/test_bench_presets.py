@@ -28,10 +28,15 @@ SMALL = (
 ).split()
 
 
-def test_figures(bench, data, capsys):
+def test_figures(bench, data, capsys, tmp_path):
     names = ["linear", "softmax", "window", "bigbird"]
-    bench.main(["--presets", *names, "--data", str(data), "--json", *SMALL])
+    where = ["--data", str(data), "--runs", str(tmp_path)]
+    bench.main(["--presets", *names, *where, "--json", *SMALL])
     found = json.loads(capsys.readouterr().out)
+    bench.main(["--presets", "linear", *where, "--json", *SMALL])
+    again = json.loads(capsys.readouterr().out)["rows"][0]["val_bits_per_byte"]
+    assert again == found["rows"][0]["val_bits_per_byte"]
+    assert len(list(tmp_path.iterdir())) == len(names)
     rows = {row["preset"]: row for row in found["rows"]}
     assert list(rows) == names
     for row in rows.values():
