@@ -220,3 +220,57 @@ def test_a_kill_at_any_moment_leaves_whole_folders(tmp_path: Path) -> None:
             storage.verify_folder(folder)
         storage.remove_leftovers(parent)
         assert all(not name.startswith(".") for name in names(parent))
+
+
+def hold(file: Path, seconds: float) -> int:
+    """Hold a lock file in another process; return its id once it does."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with storage.locked(file, CheckpointError):
+            os.write(writer, b"x")
+            time.sleep(seconds)
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"x"
+    os.close(reader)
+    return pid
+
+
+def test_a_lock_names_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / ".lock"
+    pid = hold(file, 60)
+    with pytest.raises(CheckpointError) as caught, storage.locked(file, CheckpointError):
+        pass
+    assert str(caught.value) == str(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert file.exists()  # a killed owner cannot remove it, and does not hold it
+    with storage.locked(file, CheckpointError):
+        assert file.read_text() == str(os.getpid())
+    assert not file.exists()
+
+
+def test_one_lock_at_a_time_whoever_removes_the_file(tmp_path: Path) -> None:
+    """Processes that take turns as fast as they can never hold it together."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            done = 0
+            while done < 25:
+                try:
+                    with storage.locked(tmp_path / ".lock", CheckpointError):
+                        number = int(counter.read_text())
+                        time.sleep(0.0005)
+                        counter.write_text(str(number + 1))
+                    done += 1
+                except CheckpointError:
+                    pass
+            os._exit(0)
+        pids.append(pid)
+    assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
+    assert counter.read_text() == "100"
+    assert not (tmp_path / ".lock").exists()

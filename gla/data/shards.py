@@ -203,6 +203,11 @@ class TokenDataset:
         self._shard_starts = np.cumsum([0, *index.shard_tokens])
         records = np.fromfile(path / DOCUMENTS_FILE, _DOCUMENT)
         self.document_starts = np.append(records["start"], np.int64(index.num_tokens))
+        if self.document_starts[0] != 0 or (np.diff(self.document_starts) < 0).any():
+            raise DataError(
+                f"{path / DOCUMENTS_FILE}: got documents that do not follow one another, expected "
+                "them in order; fix by preparing the data again"
+            )
         self.document_bytes = records["bytes"].copy()
         self.document_digests = records["digest"].copy()
 

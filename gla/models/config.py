@@ -133,7 +133,7 @@ class ModelConfig(BaseModel):
         if not isinstance(data, Mapping):
             return data
         mixers, layers = data.get("mixers", {}), data.get("layers", ())
-        if not isinstance(mixers, Mapping) or isinstance(layers, str):
+        if not isinstance(mixers, Mapping) or not isinstance(layers, list | tuple):
             return data
         mixers = dict(mixers)
         for entry in layers:

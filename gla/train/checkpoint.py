@@ -35,6 +35,7 @@ from gla.tables import describe_faults
 from gla.train.config import RunConfig, build, read_toml
 
 FORMAT = 2
+_MOMENTS = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # of AdamW, of Muon
 _LISTED = 10  # faults of a kind that a message names
 
 # What a run keeps for good: moments belong to an optimizer, and a place in the data to how its
@@ -337,13 +338,23 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def _restore_optimizer(
     file: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
+    """Set the moments of each parameter; one that was never updated has none."""
     parameters = dict(model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {}
     for full_name, value in moments.items():
         name, _, key = full_name.rpartition(".")
-        parameter = parameters.get(name)
-        if parameter is None or (value.ndim > 0 and value.shape != parameter.shape):
+        wanted = parameters.get(name)
+        shape = () if key == "step" else getattr(wanted, "shape", ())
+        if wanted is None or value.shape != shape or not value.is_floating_point():
             raise CheckpointError(f"{file}: {full_name} does not fit the model")
-        optimizer.state[parameter][key] = value.to(parameter.device)
+        states.setdefault(name, {})[key] = value.to(wanted.device)
+    for name, state in states.items():
+        if set(state) not in _MOMENTS:
+            raise CheckpointError(
+                f"{file}: got {', '.join(sorted(state))} of {name}, expected the moments of AdamW "
+                "or Muon; fix by restoring the checkpoint from a copy"
+            )
+        optimizer.state[parameters[name]].update(state)
 
 
 def _read_optional(file: Path) -> dict[str, Tensor]:

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 from gla.data.corpus import Corpus
-from gla.data.prepare import Prepared, goes_to_validation, prepare, training_documents
+from gla.data.prepare import (
+    Prepared,
+    goes_to_validation,
+    made_from,
+    prepare,
+    recorded,
+    training_documents,
+)
 from gla.data.shards import TokenDataset, check_disjoint
 from gla.data.tokenizer import Tokenizer
 from gla.errors import ConfigError, DataError
@@ -227,6 +234,76 @@ def test_progress_counts_documents_and_bytes(
     assert len(seen) > 3
     assert seen == sorted(seen)
     assert seen[-1] == (60, done.train.num_bytes + done.val.num_bytes)
+
+
+DIE = """
+import os, signal, sys
+import gla.data.prepare as module
+
+module._SAVE_BYTES = module._REPORT_BYTES = 1500
+
+def die(documents, size):
+    if documents >= int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+print(module.prepare(sys.argv[1], sys.argv[2], sys.argv[3], on_progress=die).resumed_bytes)
+"""
+
+
+def prepare_and_die(tmp_path: Path, tokenizer_dir: Path, after: int) -> subprocess.CompletedProcess:
+    """Prepare in a process that kills itself after so many documents."""
+    arguments = [tmp_path / "text", tokenizer_dir, tmp_path / "out", str(after)]
+    return subprocess.run(
+        [sys.executable, "-c", DIE, *arguments],
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_killed_prepare_goes_on_where_it_was(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    texts = write_texts(tmp_path / "text", 300)
+    prepare(tmp_path / "text", tokenizer_dir, tmp_path / "whole")
+    for after in (60, 150, 280):  # each goes on from the one before
+        assert prepare_and_die(tmp_path, tokenizer_dir, after).returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    if changed:  # a text that was written already is another one now
+        first = next(iter(texts))
+        (tmp_path / "text" / first).write_text("something else")
+    else:
+        encoded = []
+        original = Tokenizer.encode
+        monkeypatch.setattr(
+            Tokenizer, "encode", lambda self, text: encoded.append(text) or original(self, text)
+        )
+    done = prepare(tmp_path / "text", tokenizer_dir, tmp_path / "out")
+    if changed:
+        shutil.rmtree(tmp_path / "whole")
+        prepare(tmp_path / "text", tokenizer_dir, tmp_path / "whole")
+    else:
+        assert done.resumed_bytes > 5000 and len(encoded) < 100
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_another_tokenizer_or_fraction_starts_anew(tmp_path: Path, tokenizer_dir: Path) -> None:
+    write_texts(tmp_path / "text", 300)
+    assert prepare_and_die(tmp_path, tokenizer_dir, 150).returncode == -signal.SIGKILL
+    done = prepare(tmp_path / "text", tokenizer_dir, tmp_path / "out", 0.3)
+    assert done.resumed_bytes == 0
+    assert done.train.num_documents + done.val.num_documents == 300
+
+
+def test_a_folder_says_what_it_was_made_from(tmp_path: Path, tokenizer_dir: Path) -> None:
+    write_texts(tmp_path / "text")
+    prepare(tmp_path / "text", tokenizer_dir, tmp_path / "out", 0.1)
+    made = made_from(tmp_path / "out")
+    assert made == recorded([str(tmp_path / "text")], [], "text", 0.1)
+    assert made_from(tmp_path) is None
 
 
 SLOW = """

@@ -1,0 +1,52 @@
+"""Shares of a mixture hold from the first item to the last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gla.data.corpus import Corpus
+from gla.data.mixture import mix
+from gla.errors import ConfigError
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=40), min_size=1, max_size=4),
+    st.data(),
+)
+def test_shares_hold_at_any_moment(sizes: list[list[int]], data: st.DataObject) -> None:
+    n = len(sizes)
+    weights = data.draw(st.lists(st.floats(0.1, 10), min_size=n, max_size=n))
+    streams = [iter([(i, size) for size in part]) for i, part in enumerate(sizes)]
+    taken = [0] * n
+    count = [0] * n
+    for i, size in mix(streams, weights, lambda item: item[1]):
+        assert size == sizes[i][count[i]]  # each stream in its own order, nothing left out
+        behind = min(t / w for t, w in zip(taken, weights, strict=True))
+        assert taken[i] / weights[i] == pytest.approx(behind)
+        taken[i] += size
+        count[i] += 1
+    ended = [i for i in range(n) if count[i] == len(sizes[i])]
+    assert ended  # it goes on as long as the shares can be kept
+
+
+def test_a_corpus_with_weights(tmp_path: Path) -> None:
+    for name, count in (("a", 100), ("b", 100)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i:03}.txt").write_text(f"{name}{i:03} " * 10)
+    corpus = Corpus([tmp_path / "a", tmp_path / "b"], weights=[3, 1])
+    texts = [document.text for document in corpus]
+    assert sum(text.startswith("a") for text in texts) == 100
+    assert sum(text.startswith("b") for text in texts) in (33, 34)
+    assert [text[0] for text in texts[:5]].count("a") >= 3
+    assert [d.text for d in corpus] == texts
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
+def test_wrong_weights_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ConfigError, match="weights"):
+        Corpus(["a", "b"], weights=weights)

@@ -1,0 +1,88 @@
+"""Batches from other processes: the same ones, in order; a dead worker is an error, not a hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gla.data.loader import Loader
+from gla.data.shards import TokenDataset
+from gla.data.streams import Streams
+from gla.data.workers import Reader
+from gla.errors import DataError
+
+Split = Callable[..., TokenDataset]
+DOCUMENTS = [[i] * (i % 13 + 3) for i in range(1, 60)]
+
+
+def plan(step: int) -> list[tuple[int, int]]:
+    return [(4 * step, 2), (4 * step + 2, 2)]
+
+
+def test_workers_read_what_the_process_itself_reads(make_split: Split) -> None:
+    dataset = make_split(DOCUMENTS)
+    loader = Loader(dataset, 16, seed=5)
+    with Reader(loader, plan, 0) as alone, Reader(loader, plan, 2) as shared:
+        for step in (0, 1, 2, 7, 8, 3):  # it may be asked to jump
+            for one, other in zip(alone(step), shared(step), strict=True):
+                assert type(one) is type(other)
+                assert all(map(torch.equal, one, other))
+        worker = next(iter(multiprocessing.active_children()))
+        began = time.perf_counter()
+        for process in multiprocessing.active_children():
+            os.kill(process.pid or 0, signal.SIGKILL)
+        with pytest.raises(DataError, match=r"train\.loader_workers: a process .* died"):
+            for step in range(20, 40):
+                shared(step)
+        assert time.perf_counter() - began < 10
+        worker.join(5)
+        assert not worker.is_alive()
+
+
+def test_streams_are_the_same_where_they_are_sent(make_split: Split) -> None:
+    streams = Streams(make_split(DOCUMENTS), 8, 4, seed=5)
+    build, arguments = streams.__reduce__()
+    assert all(map(torch.equal, build(*arguments).batch(3, 0, 4), streams.batch(3, 0, 4)))
+
+
+ORPHAN = """
+import sys, os, time
+from gla.data.loader import Loader
+from gla.data.shards import TokenDataset
+from gla.data.workers import Reader
+import multiprocessing
+reader = Reader(Loader(TokenDataset.open(sys.argv[1]), 16), lambda s: [(s, 1)], 1)
+reader(0)
+print(multiprocessing.active_children()[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_process(make_split: Split) -> None:
+    dataset = make_split(DOCUMENTS)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(dataset.path)],
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    for _ in range(500):
+        status = Path(f"/proc/{worker}/status")
+        if not status.exists() or "State:\tZ" in status.read_text():
+            return
+        time.sleep(0.01)
+    os.kill(worker, signal.SIGKILL)
+    raise AssertionError("the worker lives on")
