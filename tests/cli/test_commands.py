@@ -265,3 +265,54 @@ def test_doctor_names_a_form_for_each_dtype_and_checks_it(
     assert on_cpu["bfloat16", "more tokens"]["error"] < 5e-3
     text = output_of(capsys, "doctor")
     assert 'what impl="auto" picks' in text and facts["versions"]["torch"] in text
+
+
+def test_rows_under_another_name_and_sources_by_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(1)
+    for name in ("a", "b"):
+        rows = [{"body": f"{name} {i} " + " ".join(rng.choices(WORDS, k=20))} for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    field = ["--text-field", "body"]
+    tok, data = str(tmp_path / "tok"), str(tmp_path / "data")
+    output_of(capsys, "tokenizer", "train", *sources, "--vocab-size", "300", "--out", tok, *field)
+    weighted = ["--weights", "1", "0.25", *field]
+    shown = output_of(
+        capsys, "data", "prepare", *sources, "--tokenizer", tok, "--out", data, *weighted
+    )
+    assert "MB of text a second" in shown
+    documents = sum(
+        json.loads((tmp_path / "data" / split / "index.json").read_text())["num_documents"]
+        for split in ("train", "val")
+    )
+    assert documents in (50, 51)
+    made = json.loads((tmp_path / "data/made_from.json").read_text())
+    assert made["weights"] == [1, 0.25] and made["text_field"] == "body"
+
+
+def test_report_writes_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    shown = output_of(capsys, "report", run, "--out", str(tmp_path))
+    assert shown.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_eval_refuses_a_tokenizer_that_is_not_the_checkpoints(
+    place: Path, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "tokenizer")
+    text, data = str(place / "text" / "1*.txt"), str(tmp_path / "data")
+    tokenizer = str(copy / "tokenizer")
+    output_of(capsys, "tokenizer", "train", text, "--vocab-size", "300", "--out", tokenizer)
+    output_of(capsys, "data", "prepare", text, "--tokenizer", tokenizer, "--out", data)
+    error = output_of(capsys, "eval", str(copy), "--data", data, code=4)
+    assert "--allow-tokenizer-change" in error and error.count("\n") == 1
+    output_of(capsys, "eval", str(copy), "--data", data, "--allow-tokenizer-change")
+
+
+def test_eval_of_the_best_needs_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "checkpoints/best" in output_of(capsys, "eval", run, "--best", code=4)

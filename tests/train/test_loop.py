@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gla
+from gla import storage
 from gla.errors import CheckpointError, ConfigError, DataError, NumericsError
 from gla.models.language_model import LanguageModel
 from gla.train import loop
@@ -309,8 +311,54 @@ def test_resume_refuses_other_data(tmp_path: Path, recipe: Recipe, data: Path) -
 
     other = tmp_path / "other"
     prepare(data.parent / "texts", data / "tokenizer", other, val_fraction=0.3)
-    with pytest.raises(CheckpointError, match=r"data\.path.*fingerprint"):
-        resume(tmp_path / "run", overrides=[("data.path", str(other))], device="cpu")
+    changed = [("data.path", str(other)), ("train.steps", "8")]
+    with pytest.raises(CheckpointError, match=r"data\.path.*fingerprint.*--allow-data-change"):
+        resume(tmp_path / "run", overrides=changed, device="cpu")
+    allow = loop.Allow(data=True)
+    assert resume(tmp_path / "run", overrides=changed, device="cpu", allow=allow).step == 8
+
+
+def test_resume_refuses_another_tokenizer(tmp_path: Path, recipe: Recipe, data: Path) -> None:
+    train(recipe(), tmp_path / "run", device="cpu")
+    from gla.data.prepare import prepare
+    from gla.data.tokenizer import Tokenizer
+
+    sources = sorted(map(str, (data.parent / "texts").iterdir()))[:30]
+    Tokenizer.train(sources, 300, tmp_path / "tok")
+    prepare(data.parent / "texts", tmp_path / "tok", tmp_path / "other", val_fraction=0.1)
+    changed = [("data.path", str(tmp_path / "other")), ("train.steps", "7")]
+    with pytest.raises(CheckpointError, match="--allow-data-change"):
+        resume(tmp_path / "run", overrides=changed, device="cpu")
+    with pytest.raises(CheckpointError, match=r"\(tokenizer\).*--allow-tokenizer-change"):
+        resume(tmp_path / "run", overrides=changed, device="cpu", allow=loop.Allow(data=True))
+    allow = loop.Allow(data=True, tokenizer=True)
+    assert resume(tmp_path / "run", overrides=changed, device="cpu", allow=allow).step == 7
+
+
+def test_data_made_otherwise_than_the_recipe_says_is_refused_or_said(
+    tmp_path: Path, recipe: Recipe, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"data\.vocab_size: got 512, expected 300"):
+        train(recipe(data__vocab_size=512), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+    train(recipe(data__sources=["elsewhere"], train__steps=1), tmp_path / "run", device="cpu")
+    said = capsys.readouterr().err
+    assert "is prepared already, from sources = " in said and "are not used" in said
+    train(recipe(train__steps=1), tmp_path / "again", device="cpu")
+    assert "prepared already" not in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_do_not_resume(tmp_path: Path, recipe: Recipe) -> None:
+    run = tmp_path / "run"
+    train(recipe(), run, device="cpu")
+    folder = run / "checkpoints/step-00000006"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"][0] = math.inf
+    save_file(tensors, folder / "model.safetensors")
+    storage.write_manifest(folder)
+    with pytest.raises(NumericsError, match=r"norm\.weight.*--allow-nonfinite"):
+        resume(run, device="cpu")
+    assert resume(run, device="cpu", allow=loop.Allow(nonfinite=True)).step == 6
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

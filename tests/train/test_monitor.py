@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gla
 from gla.models.language_model import LanguageModel
@@ -46,6 +47,32 @@ def test_a_board_that_fails_is_said_once_and_training_goes_on(
             monitor.histograms(step, {"x": torch.zeros(3)})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_kill_within_an_event_leaves_a_board_that_reads(tmp_path: Path) -> None:
+    with Monitor(tmp_path, 0, 9) as monitor:
+        for step in (1, 2, 3):
+            monitor.record(step, {"loss": float(step)})
+    (events,) = (tmp_path / "tb").iterdir()
+    events.write_bytes(events.read_bytes()[:-7])  # the last event is cut
+    with Monitor(tmp_path, 2, 9) as monitor:  # resumed from step 2
+        monitor.record(3, {"loss": 30.0})
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_hyperparameters_stand_with_the_final_figures(tmp_path: Path) -> None:
+    with Monitor(tmp_path, 0, 5) as monitor:
+        monitor.record(5, {"loss": 1.0})
+        monitor.finish({"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "x": None}, {"bpb": 1.5})
+    assert len(list((tmp_path / "tb").iterdir())) == 1  # no writer beside the run's own
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("final/bpb")] == [(5, 1.5)]
+    metadata = board.SummaryMetadata("_hparams_/session_start_info")
+    assert metadata.plugin_data.plugin_name == "hparams"
+    assert b"optim.lr" in metadata.plugin_data.content
 
 
 def test_a_board_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
