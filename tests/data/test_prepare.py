@@ -271,11 +271,11 @@ def test_a_killed_prepare_goes_on_where_it_was(
     for after in (60, 150, 280):  # each goes on from the one before
         assert prepare_and_die(tmp_path, tokenizer_dir, after).returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
+    encoded: list[str] = []
     if changed:  # a text that was written already is another one now
         first = next(iter(texts))
         (tmp_path / "text" / first).write_text("something else")
     else:
-        encoded = []
         original = Tokenizer.encode
         monkeypatch.setattr(
             Tokenizer, "encode", lambda self, text: encoded.append(text) or original(self, text)

@@ -129,7 +129,8 @@ def nan_loss(rank: int) -> None:
 
 def other_collective_in_rank_1(rank: int) -> None:
     """What TORCH_DISTRIBUTED_DEBUG=DETAIL is for, which tests run with."""
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
     in_step(3, 1, dist.barrier)(rank)
 
 
