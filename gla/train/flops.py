@@ -8,12 +8,16 @@ checkpointing computes again is not counted.
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Iterator
 
-from gla.layers.linear_attention import LinearAttention
+import torch
+from torch import Tensor, nn
+
+from gla.errors import GlaError
+from gla.layers.cached_attention import CachedAttention
+from gla.layers.mixer import Mixer
 from gla.layers.short_convolution import ShortConvolution
-from gla.layers.softmax_attention import SoftmaxAttention
+from gla.state import LinearState
 
 BACKWARD = 2  # times the forward pass
 
@@ -58,18 +62,42 @@ def flops_per_token(model: nn.Module, seq_len: int) -> dict[str, float]:
 
 def _own_flops(module: nn.Module, seq_len: int) -> float:
     """Operations a token of a module itself, its parts left out."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | ShortConvolution):
         return 2.0 * module.weight.numel()
-    if isinstance(module, ShortConvolution):
-        return 2.0 * module.weight.numel()
-    if isinstance(module, LinearAttention):
-        # The state takes in k v^T and is read by q: two products of K x V a head.
-        return 4.0 * module.num_heads * module.key_dim * module.value_dim
-    if isinstance(module, SoftmaxAttention):
-        read = mean_context(seq_len, module.config.window)
-        return 4.0 * module.num_heads * module.dim * read  # scores, and their sum of values
+    if not isinstance(module, Mixer):
+        return 0.0
     mixing = getattr(module, "mixing_flops", None)  # a mixer of one's own may tell
-    return float(mixing(seq_len)) if mixing is not None else 0.0
+    if mixing is not None:
+        return float(mixing(seq_len))
+    if isinstance(module, CachedAttention):
+        read = tokens_read(module, seq_len)
+        return 4.0 * module.out_proj.in_features * read  # scores, and their sum of values
+    try:
+        state = module.init_state(1)
+    except (GlaError, NotImplementedError):  # one that reads both ways, or keeps none
+        return 0.0
+    # A state takes in k v^T and is read by q: two products of K x V a head.
+    return 4.0 * sum(S.numel() for S in _matrix_states(state))
+
+
+def _matrix_states(state: object) -> Iterator[Tensor]:
+    """Yield the S of every ``LinearState`` in a state."""
+    if isinstance(state, LinearState):
+        yield state.S
+    elif isinstance(state, tuple):
+        for part in state:
+            yield from _matrix_states(part)
+
+
+def tokens_read(mixer: CachedAttention, seq_len: int) -> float:
+    """Return how many tokens a token of softmax attention reads on average."""
+    config = mixer.config
+    window, full = getattr(config, "window", None), mean_context(seq_len, None)
+    if window is None:
+        return full
+    # Further groups of tokens as large as the window: rounds of Reformer, blocks of BigBird.
+    groups = getattr(config, "rounds", 1) + getattr(config, "random_blocks", 0)
+    return min(full, mean_context(seq_len, window * groups + mixer.pinned))
 
 
 def mean_context(seq_len: int, window: int | None) -> float:

@@ -7,7 +7,7 @@ import logging
 import math
 import resource
 import struct
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import tomli_w
@@ -186,7 +186,7 @@ def test_a_weight_shared_within_a_mixer_is_stored_once_and_loads(tmp_path):
     assert not any("second" in name for name in tensors)
     write_weights(tmp_path, tensors)
     loaded = gla.LanguageModel.load(tmp_path)
-    mixer = loaded.blocks[1].mixer
+    mixer: Any = loaded.blocks[1].get_submodule("mixer")
     assert mixer.second.weight is mixer.first.weight
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
 

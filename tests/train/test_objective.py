@@ -181,6 +181,20 @@ def test_the_recurrence_is_counted_as_its_two_products() -> None:
     assert ours * T == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("preset", sorted(gla.presets()))
+def test_every_preset_is_counted(preset: str) -> None:
+    model = LanguageModel(gla.ModelConfig(d_model=128, vocab_size=16, layers=[preset]))
+    linear = sum(
+        2 * m.weight.numel()
+        for name, m in model.blocks[0].named_modules()
+        if isinstance(m, torch.nn.Linear) and name.startswith("mixer")
+    )
+    short, long = (flops_per_token(model, n)["blocks.0.mixer"] - linear for n in (256, 4096))
+    assert short > 0
+    full = preset == "softmax"
+    assert (long > 10 * short) == full  # all others read a bounded number of tokens, or a state
+
+
 def test_the_device_has_no_peak_on_a_cpu(recipe: Recipe) -> None:
     one = objective(recipe)
     figures = one.utilization(1000.0)
