@@ -267,3 +267,18 @@ def test_activation_checkpointing_changes_memory_and_nothing_else(recipe: Recipe
     assert kept[1] < 0.6 * kept[0]
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_random_numbers_follow_seed_step_and_process(recipe: Recipe) -> None:
+    def drawn(step: int, rank: int = 0, seed: int = 0) -> float:
+        one.step, one.ranks.rank = step, rank
+        one.config = one.config.model_copy(
+            update={"train": one.config.train.model_copy(update={"seed": seed})}
+        )
+        one._seed()
+        return float(torch.rand(()))
+
+    one = trainer(recipe())
+    values = {(s, r, e): drawn(s, r, e) for s in range(3) for r in range(2) for e in range(2)}
+    assert len(set(values.values())) == len(values)
+    assert drawn(1, 1, 1) == values[1, 1, 1]
