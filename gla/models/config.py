@@ -69,6 +69,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     },
     # Kitaev et al. 2020, arXiv 2001.04451
     "reformer": {"kind": "reformer"},
+    # Slots for finished blocks and exact recent tokens; see gla.layers.linformer_causal
+    "linformer_causal": {"kind": "linformer_causal"},
+    # For encoders: Wang et al. 2020, arXiv 2006.04768, and Xiong et al. 2021, arXiv 2102.03902
+    "linformer": {"kind": "linformer"},
+    "nystrom": {"kind": "nystrom"},
 }
 
 _HIDDEN_STEP = 32
