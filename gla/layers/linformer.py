@@ -155,12 +155,12 @@ class Linformer(WholeDocumentMixer):
             ValueError: a document longer than n_max.
         """
         real = real_tokens(length, q.shape[1])
-        if real is not None:
-            pads = ~real[..., None, None]
+        pads = None if real is None else ~real[..., None, None]
+        if pads is not None:
             k, v = k.masked_fill(pads, 0), v.masked_fill(pads, 0)
         if extra:
             scores = extra[0].to(torch.promote_types(q.dtype, torch.float32))
-            if real is not None:
+            if pads is not None:
                 scores = scores.masked_fill(pads, -math.inf)
             E = F_ = rearrange(scores.softmax(1), "n l h k -> n h k l")
         else:

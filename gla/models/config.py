@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
@@ -119,7 +119,7 @@ class ModelConfig(BaseModel):
             raise ConfigError(describe_faults(type(self), error)) from None
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> ModelConfig:
+    def from_toml(cls, path: str | Path) -> Self:
         """Read the table [model] of a recipe, and [data] vocab_size where it names none.
 
         Raises:
@@ -135,6 +135,11 @@ class ModelConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_presets(cls, data: Any) -> Any:
+        return cls.fill_in_presets(data)
+
+    @staticmethod
+    def fill_in_presets(data: Any) -> Any:
+        """Add the tables of the presets that ``layers`` names to ``mixers``."""
         if not isinstance(data, Mapping):
             return data
         mixers, layers = data.get("mixers", {}), data.get("layers", ())

@@ -49,6 +49,12 @@ def find_checkpoint(path: Path) -> Path:
     return checkpoint
 
 
+def recipe_of(checkpoint: Path) -> Path:
+    """Return the recipe of a checkpoint: its own, or that of its run."""
+    recipe = checkpoint / "config.toml"
+    return recipe if recipe.exists() else checkpoint.parent.parent / "config.toml"
+
+
 def load_weights(model: nn.Module, folder: Path, *, allow_nonfinite: bool = False) -> None:
     """Put a verified checkpoint's weights, or their average where it has one, into a model.
 

@@ -47,7 +47,7 @@ def projections(layer, x, h):
             weights = torch.stack(
                 [-((torch.log2(torch.tensor(L)) - c) ** 2) for c in layer.centers]
             )
-            P = sum(w * P[m] for m, w in enumerate(weights.softmax(0)))
+            P = torch.stack([w * P[m] for m, w in enumerate(weights.softmax(0))]).sum(0)
         pair.append((P[h] if config.sharing == "none" else P)[:, :L])
     return pair
 
