@@ -223,9 +223,16 @@ class Encoder(nn.Module):
             )
         asked = targets != IGNORE
         h = self(tokens, cu_seqlens, mask)[asked]
-        weight = self.embed.weight if self.head is None else self.head.weight
-        total = linear_cross_entropy(h, weight, targets[asked], IGNORE)
+        total = linear_cross_entropy(h, self._head_weight, targets[asked], IGNORE)
         return total if reduction == "sum" else total / asked.sum().clamp_min(1)
+
+    def token_logits(self, h: Tensor) -> Tensor:
+        """Logits [..., V] of the tokens at hidden states [..., D]."""
+        return F.linear(h, self._head_weight)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
 
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
