@@ -13,6 +13,7 @@ from gla.data.loader import IGNORE
 from gla.data.masking import MaskedLoader
 from gla.models.encoder import Encoder
 from gla.train.device import autocast, evaluating
+from gla.train.distributed import Ranks
 
 
 def evaluate_masked(
@@ -22,6 +23,7 @@ def evaluate_masked(
     batch_size: int,
     batches: int = 0,
     precision: str = "fp32",
+    ranks: Ranks | None = None,
 ) -> dict[str, float | int]:
     """Measure a model on the first batches of a loader.
 
@@ -30,17 +32,19 @@ def evaluate_masked(
         loader: Unshuffled, over the split.
         batch_size: Rows at once.
         batches: How many batches; 0: the whole split.
-        precision: "fp32" or "bf16" (autocast).
+        precision: "fp32", or "bf16" or "fp16" (autocast).
+        ranks: Processes that share the work; each gets all figures.
 
     Returns:
         ``loss`` (nats per token asked for), ``ppl``, ``accuracy``, ``targets`` (tokens asked for)
         and ``tokens`` (read).
     """
     device = next(model.parameters()).device
+    ranks = ranks or Ranks()
     last = min(loader.num_samples, batches * batch_size) if batches else loader.num_samples
     loss, right, targets, tokens = 0.0, 0, 0, 0
     with evaluating(model), autocast(device, precision):
-        for position in range(0, last, batch_size):
+        for position in range(ranks.rank * batch_size, last, ranks.size * batch_size):
             batch = loader.batch(position, min(batch_size, last - position))
             asked = batch.targets != IGNORE
             wanted = batch.targets[asked].to(device)
@@ -50,13 +54,14 @@ def evaluate_masked(
             right += int((logits.argmax(-1) == wanted).sum())
             targets += len(wanted)
             tokens += batch.tokens.numel()
+    loss, right, targets, tokens = ranks.sum([loss, right, targets, tokens])
     mean = loss / max(targets, 1)
     return {
         "loss": mean,
         "ppl": math.exp(mean) if mean < 700 else math.inf,
         "accuracy": right / max(targets, 1),
-        "targets": targets,
-        "tokens": tokens,
+        "targets": int(targets),
+        "tokens": int(tokens),
     }
 
 
@@ -67,6 +72,7 @@ def evaluate_classes(
     batch_size: int,
     batches: int = 0,
     precision: str = "fp32",
+    ranks: Ranks | None = None,
 ) -> dict[str, float | int]:
     """Measure a model on the first batches of a loader; arguments as for ``evaluate_masked``.
 
@@ -75,36 +81,40 @@ def evaluate_classes(
         naming the most frequent class of this split), ``chunks`` and ``tokens``.
     """
     device = next(model.parameters()).device
+    ranks = ranks or Ranks()
     last = min(loader.num_samples, batches * batch_size) if batches else loader.num_samples
     loss, tokens = 0.0, 0
-    labels, guesses = [], []
+    classes = len(model.config.classes)
+    confusion = torch.zeros(classes, classes, dtype=torch.int64)  # label, guess
     with evaluating(model), autocast(device, precision):
-        for position in range(0, last, batch_size):
+        for position in range(ranks.rank * batch_size, last, ranks.size * batch_size):
             batch = loader.batch(position, min(batch_size, last - position))
             logits = model.class_logits(batch.tokens.to(device), batch.cu_seqlens.to(device))
             wanted = batch.labels.to(device)
             loss += F.cross_entropy(logits.float(), wanted, reduction="sum").item()
-            labels.append(batch.labels)
-            guesses.append(logits.argmax(-1).cpu())
+            pairs = batch.labels * classes + logits.argmax(-1).cpu()
+            confusion += pairs.bincount(minlength=classes**2).view(classes, classes)
             tokens += batch.tokens.numel()
-    label, guess = torch.cat(labels), torch.cat(guesses)
+    loss, tokens, *flat = ranks.sum([loss, tokens, *confusion.flatten().tolist()])
+    confusion = torch.tensor(flat).long().view(classes, classes)
+    chunks = max(int(confusion.sum()), 1)
     return {
-        "loss": loss / len(label),
-        "accuracy": float((label == guess).double().mean()),
-        "macro_f1": macro_f1(label, guess),
-        "majority": float(label.bincount().max() / len(label)),
-        "chunks": len(label),
-        "tokens": tokens,
+        "loss": loss / chunks,
+        "accuracy": int(confusion.trace()) / chunks,
+        "macro_f1": macro_f1(confusion),
+        "majority": int(confusion.sum(1).max()) / chunks,
+        "chunks": chunks,
+        "tokens": int(tokens),
     }
 
 
-def macro_f1(labels: Tensor, guesses: Tensor) -> float:
-    """The mean of F1 over the classes that occur among labels or guesses, [N] int64 each.
+def macro_f1(confusion: Tensor) -> float:
+    """The mean of F1 = 2 tp / (2 tp + fp + fn) over the classes that occur.
 
-    F1 of a class is 2 tp / (2 tp + fp + fn).
+    Args:
+        confusion: int64 [C, C], how often each label (row) was taken for each class (column).
     """
-    scores = []
-    for c in torch.cat([labels, guesses]).unique():
-        label, guess = labels == c, guesses == c
-        scores.append(2 * int((label & guess).sum()) / int(label.sum() + guess.sum()))
-    return sum(scores) / len(scores)
+    total = confusion.sum(0) + confusion.sum(1)
+    occurs = total > 0
+    scores = 2 * confusion.diagonal()[occurs].double() / total[occurs]
+    return float(scores.mean())

@@ -58,8 +58,8 @@ class Objective(Protocol):
         """This process's micro-batches of an update: they depend on the step alone."""
         ...
 
-    def count(self, batch: Any) -> tuple[int, int]:
-        """Targets of a batch, over which the loss is a mean, and the bytes they stand for."""
+    def count(self, batch: Any) -> tuple[int, int, int]:
+        """Targets of a batch, over which the loss is a mean, tokens, and bytes of the targets."""
         ...
 
     def loss(self, batch: Any, index: int) -> Tensor:
@@ -178,9 +178,10 @@ class LanguageModeling:
         """See ``Objective``."""
         return self._reader(step)
 
-    def count(self, batch: Batch | StreamBatch) -> tuple[int, int]:
-        """See ``Objective``."""
-        return count_targets(batch.targets, self.inputs.tokenizer.piece_bytes)
+    def count(self, batch: Batch | StreamBatch) -> tuple[int, int, int]:
+        """See ``Objective``: a token is one that is predicted."""
+        targets, size = count_targets(batch.targets, self.inputs.tokenizer.piece_bytes)
+        return targets, targets, size
 
     def loss(self, batch: Batch | StreamBatch, index: int) -> Tensor:
         """See ``Objective``."""

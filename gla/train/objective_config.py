@@ -63,6 +63,8 @@ class RecipeModel(ModelConfig):
 class EncoderRecipeModel(EncoderConfig, RecipeModel):
     """The [model] section of an encoder. ``classes`` may be found in the data."""
 
+    vocab_size: Count | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
 
 def encoder_recipe(table: Mapping[str, Any]) -> RecipeModel:
     """Check a table [model] as that of an encoder.
