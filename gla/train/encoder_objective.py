@@ -16,9 +16,10 @@ from gla.data.shards import TokenDataset
 from gla.data.tokenizer import Tokenizer
 from gla.data.workers import Reader
 from gla.errors import ConfigError
+from gla.models.diagnose import diagnose, projection_gradients
 from gla.models.encoder import IGNORE, Encoder, EncoderConfig
 from gla.train.config import RunConfig
-from gla.train.device import autocast
+from gla.train.device import autocast, evaluating
 from gla.train.distributed import Ranks
 from gla.train.evaluate_encoder import evaluate_classes, evaluate_masked
 from gla.train.inputs import Inputs
@@ -117,8 +118,15 @@ class EncoderObjective:
         )
 
     def watch(self) -> tuple[dict[str, Tensor], str | None]:
-        """See ``Objective``."""
-        return {}, None
+        """See ``Objective``: what ``diagnose`` knows, and the gradients of Linformer's E and F."""
+        with evaluating(self.model), autocast(self.device, self.precision):
+            batch = self.source.batch(0, self.rows)
+            ends = batch.cu_seqlens.to(self.device)
+            values = diagnose(self.model, batch.tokens.to(self.device), ends)
+        with torch.enable_grad():
+            loss = self.loss(batch, 0) / max(self.count(batch)[0], 1)
+            gradients = projection_gradients(self.model, loss)
+        return values | {f"gradient/{n}": torch.tensor([g]) for n, g in gradients.items()}, None
 
     def tensors(self) -> dict[str, Tensor]:
         """See ``Objective``: there are none."""
@@ -224,6 +232,27 @@ def evaluate_encoder(
     if isinstance(loader, ChunkLoader):
         return evaluate_classes(model, loader, **options)
     return evaluate_masked(model, loader, **options)
+
+
+def load_encoder_batch(
+    config: RunConfig, checkpoint: Path, dataset: TokenDataset, tokens: int, device: torch.device
+) -> tuple[Encoder, Tensor, Tensor, Tensor]:
+    """Load an encoder and run it on the first rows of a split, about so many tokens.
+
+    Returns:
+        The model, tokens [1, T], cu_seqlens [N+1], and the mean loss with its graph.
+    """
+    model = Encoder.load(checkpoint, device)
+    tokenizer = Tokenizer.load(Path(config.data.path) / "tokenizer")
+    seq_len = min(config.train.seq_len, tokens)
+    loader = loader_of(config, dataset, tokenizer, seq_len, shuffle=False)
+    rows = min(loader.num_samples, max(1, tokens // seq_len))
+    batch = type(loader.batch(0, 1))(*(x.to(device) for x in loader.batch(0, rows)))
+    if isinstance(batch, ClassBatch):
+        loss = model.class_loss(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens)
+    else:
+        loss = model.masked_loss(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
+    return model, batch.tokens, batch.cu_seqlens, loss
 
 
 @torch.no_grad()

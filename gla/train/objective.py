@@ -18,6 +18,7 @@ from gla.data.streams import StreamBatch, Streams
 from gla.data.tokenizer import Tokenizer
 from gla.data.workers import Reader
 from gla.errors import CheckpointError, ConfigError
+from gla.models.diagnose import diagnose
 from gla.models.language_model import LanguageModel
 from gla.state import ModelState
 from gla.train.config import RunConfig
@@ -247,11 +248,11 @@ class LanguageModeling:
         )
 
     def watch(self) -> tuple[dict[str, Tensor], str | None]:
-        """See ``Objective``: the gates' decay in each layer."""
+        """See ``Objective``: the gates' decay in each layer, and what ``diagnose`` knows."""
         with evaluating(self.model), autocast(self.device, self.precision):
             batch = self.source.batch(*self._places(0)[0])
             tokens, ends = batch.tokens.to(self.device), batch.cu_seqlens.to(self.device)
-            decays = gate_decays(self.model, tokens, ends)
+            decays = gate_decays(self.model, tokens, ends) | diagnose(self.model, tokens, ends)
             text = self.sampler and self.sampler(self.model, self.inputs.tokenizer)
         return decays, text
 
