@@ -127,9 +127,7 @@ def measure(
         from gla.models.encoder import Encoder
         from gla.train.encoder_objective import evaluate_encoder
 
-        encoder = Encoder.load(
-            checkpoint, device=str(place), allow_nonfinite=allow_nonfinite
-        )
+        encoder = Encoder.load(checkpoint, device=str(place), allow_nonfinite=allow_nonfinite)
         return evaluate_encoder(
             encoder, config, dataset, tokenizer, batches=batches, precision=precision
         )

@@ -61,8 +61,8 @@ def look_into(run: Path, tokens: int, device: str) -> dict[str, Any]:
 
     from gla.errors import ConfigError
     from gla.models import diagnose
-    from gla.models.files import find_checkpoint
     from gla.models.language_model import LanguageModel
+    from gla.models.weights import find_checkpoint
     from gla.train.config import load_recipe
     from gla.train.device import resolve_device
     from gla.train.encoder_objective import load_encoder_batch

@@ -57,7 +57,7 @@ def test_a_language_model(folder, capsys):
     assert figures["state"]["blocks.0.mixer"]["norm"] > 0
     assert figures["redraws"] == {"blocks.2.mixer": 0}
     out = run / "inspect"
-    assert [row["position"] for row in table(out / "state.csv")][0] == "1"
+    assert next(row["position"] for row in table(out / "state.csv")) == "1"
     spectrum = table(out / "attention_spectrum.csv")
     assert len(spectrum) == 200 and float(spectrum[-1]["cumulative_share"]) == pytest.approx(1)
     assert {row["layer"] for row in table(out / "half_life.csv")} == {"blocks.0.mixer"}

@@ -167,7 +167,7 @@ def test_figures_by_hand(parts):
         )
         losses, hits = [], []
         for i in range(loader.num_samples):
-            batch = loader.batch(i, 1)
+            batch: Any = loader.batch(i, 1)
             model = objective.model
             if isinstance(loader, ChunkLoader):
                 logits, wanted = model.class_logits(batch.tokens), batch.labels
