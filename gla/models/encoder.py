@@ -127,7 +127,7 @@ class Encoder(nn.Module):
         """
         checkpoint = find_checkpoint(Path(path))
         with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
-            model = cls(EncoderConfig.from_toml(recipe_of(checkpoint)))
+            model = cls(EncoderConfig.from_toml(recipe_of(checkpoint, encoder=True)))
         load_weights(model, checkpoint, allow_nonfinite=allow_nonfinite)
         return model.to(device).eval()
 

@@ -19,6 +19,7 @@ from gla.data.prepare import prepare
 from gla.data.tokenizer import Tokenizer
 from gla.errors import ConfigError
 from gla.models.encoder import Encoder
+from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig, build
 from gla.train.encoder_objective import Classes, MaskedTokens, loader_of
 from gla.train.evaluate_encoder import macro_f1
@@ -203,6 +204,21 @@ def test_pretrained_weights_are_taken(encoder_recipe, tmp_path):
     with pytest.raises(ConfigError, match=r"pretrained: got a run with layers mine\*2 of"):
         train(other, tmp_path / "other")
     assert not (tmp_path / "other" / "config.toml").exists()
+
+
+def test_a_model_of_the_other_kind_is_refused(encoder_recipe, folder, tmp_path):
+    train(encoder_recipe("masked", train__steps=1), tmp_path / "run")
+    message = "got objective.kind = 'masked', expected the run of a language model; .*gla.Encoder"
+    with pytest.raises(ConfigError, match=message):
+        LanguageModel.load(tmp_path / "run")
+    tables: dict[str, Any] = {
+        "model": {"d_model": 16, "layers": ["gla"]},
+        "data": {"path": str(folder)},
+        "train": {"steps": 1, "seq_len": 32},
+    }
+    train(build(tables), tmp_path / "lm", device="cpu")
+    with pytest.raises(ConfigError, match="got objective.kind = 'next_token', expected the run of"):
+        Encoder.load(tmp_path / "lm")
 
 
 def test_a_group_of_its_own_for_the_projections(encoder_recipe, tmp_path):
