@@ -117,9 +117,9 @@ def show(rows: dict[str, dict[str, float]], seeds: int) -> None:
     """Print the table."""
     title = f"encoder-stdlib, {seeds} seed{'s' if seeds > 1 else ''}"
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    headings = ("", "parameters", "accuracy", "macro-F1", "loss", "tokens/s in training")
+    headings = ("", "parameters", "accuracy", "macro-F1", "loss", "tokens/s")
     for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left")
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, row in rows.items():
         table.add_row(
             name,

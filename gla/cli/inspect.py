@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def look_into(run: Path, tokens: int, device: str) -> dict[str, Any]:
         text = text[None].to(place)
         ends = torch.tensor([0, text.shape[1]], device=place)
         growth = diagnose.state_growth(model, text)
-        loss = model.loss(text[:, :-1], text[:, 1:])
+        loss = partial(model.loss, text[:, :-1], text[:, 1:])
     else:
         model, text, ends, loss = load_encoder_batch(config, checkpoint, val, tokens, place)
         growth = []

@@ -113,18 +113,36 @@ class BlockSlots(WideModule):
         half_life = _LONGEST_HALF_LIFE ** (torch.arange(k) / max(1, k - 1))
         self.decay_logits.copy_(torch.logit(2 ** (-1 / half_life.double())))
 
-    def forward(self, slots: Slots, keys: Tensor, values: Tensor) -> Slots:
-        """Take in one block: keys and values [N, c, G, K] -> the slots after it."""
+    def forward(self, slots: Slots, keys: Tensor, values: Tensor, exists: Tensor) -> Slots:
+        """Take in blocks one after another.
+
+        Args:
+            slots: [N, k, G, K] before them.
+            keys, values: [N, J, c, G, K], 0 in a block that does not exist.
+            exists: [N, J] bool.
+
+        Returns:
+            Slots [N, J + 1, k, G, K]: before them, after the first, and so on.
+        """
         wide = slots.keys.dtype
         E = self.log_E.to(wide).exp()
         decay = self.decay_logits.to(wide).sigmoid().T
         with torch.autocast(keys.device.type, enabled=False):
-            add = [torch.einsum("gkc,ncgd->nkgd", E, x.to(wide)) for x in (keys, values)]
-        return Slots(
-            decay.unsqueeze(-1) * slots.keys + add[0],
-            decay.unsqueeze(-1) * slots.values + add[1],
-            decay * slots.mass + E.sum(-1).T,
-        )
+            sums = [torch.einsum("gkc,njcgd->njkgd", E, x.to(wide)) for x in (keys, values)]
+        masses = E.sum(-1).T * exists.to(wide)[..., None, None]
+        history = [slots]
+        for add_k, add_v, add in zip(
+            sums[0].unbind(1), sums[1].unbind(1), masses.unbind(1), strict=True
+        ):
+            last = history[-1]
+            history.append(
+                Slots(
+                    torch.addcmul(add_k, decay.unsqueeze(-1), last.keys),
+                    torch.addcmul(add_v, decay.unsqueeze(-1), last.values),
+                    torch.addcmul(add, decay, last.mass),
+                )
+            )
+        return Slots(*(torch.stack(parts, dim=1) for parts in zip(*history, strict=True)))
 
 
 class LinformerCausal(Mixer[LinformerCausalState]):
@@ -253,13 +271,9 @@ class LinformerCausal(Mixer[LinformerCausalState]):
         keys, values = (x.unflatten(1, (J, c)) for x in (keys, values))
         index = torch.arange((J - 1) * c, device=device) - filled.unsqueeze(1)
         queries = _take(q, index.clamp(0, T - 1)).unflatten(1, (J - 1, c))
-        # Slots that each block from the second on reads, and those after the last.
-        history = [state.slots]
-        for j in range(J - 1):
-            after = self.slots(history[-1], keys[:, j], values[:, j])
-            # Before a sequence's first block there is none, and nothing leaves the window.
-            history.append(_choose(first >= 0, after, state.slots) if j == 0 else after)
-        slots = Slots(*(torch.stack(parts, dim=1) for parts in zip(*history, strict=True)))
+        # Before a sequence's first block there is none to take in.
+        exists = (first >= 0).unsqueeze(1) | (torch.arange(J - 1, device=device) > 0)
+        slots = self.slots(state.slots, keys[:, :-1], values[:, :-1], exists)
         block = first.unsqueeze(1) // c + torch.arange(1, J, device=device)  # number of each block
         o = self._attend(queries, keys, values, Slots(*(x[:, : J - 1] for x in slots)), block)
         o = o.flatten(1, 2)
@@ -319,7 +333,9 @@ class LinformerCausal(Mixer[LinformerCausalState]):
         ends = recent.position.remainder(c) == 0
         if bool(ends.any()):  # the block before the finished one leaves the window
             half = (block - 1).remainder(2) * c + torch.arange(c, device=q.device)
-            after = self.slots(slots, _take(recent.k, half), _take(recent.v, half))
+            keys, values = (_take(ring, half).unsqueeze(1) for ring in (recent.k, recent.v))
+            after = self.slots(slots, keys, values, torch.ones_like(block, dtype=torch.bool))
+            after = Slots(*(x[:, 1] for x in after))
             slots = _choose(ends & (block[:, 0] >= 1), after, slots)
         return o, slots
 
@@ -378,9 +394,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 def _choose(rows: Tensor, these: Slots, those: Slots) -> Slots:
     """[N] bool -> ``these`` in the rows where it is true, ``those`` elsewhere."""
-    return Slots(
-        *(
-            torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b)
-            for a, b in zip(these, those, strict=True)
-        )
-    )
+    wide = rows.view(-1, 1, 1, 1)
+    keys = torch.where(wide, these.keys, those.keys)
+    values = torch.where(wide, these.values, those.values)
+    return Slots(keys, values, torch.where(wide[..., 0], these.mass, those.mass))

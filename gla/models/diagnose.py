@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -173,12 +173,12 @@ def matrix_states(model: LanguageModel, state: Any) -> Iterator[tuple[str, Tenso
                 break
 
 
-def projection_gradients(model: Model, loss: Tensor) -> dict[str, float]:
+def projection_gradients(model: Model, loss: Callable[[], Tensor]) -> dict[str, float]:
     """Norm of the gradient of each Linformer's E and F (log_E of the block-causal one), by name.
 
     Args:
         model: any.
-        loss: a scalar with a graph to the model's parameters.
+        loss: makes a scalar with a graph to the model's parameters; called where there are some.
     """
     found = {
         f"{name}.{part}": parameter
@@ -189,7 +189,8 @@ def projection_gradients(model: Model, loss: Tensor) -> dict[str, float]:
     }
     if not found:
         return {}
-    gradients = torch.autograd.grad(loss, list(found.values()), allow_unused=True)
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(loss(), list(found.values()), allow_unused=True)
     return {n: 0.0 if g is None else float(g.norm()) for n, g in zip(found, gradients, strict=True)}
 
 

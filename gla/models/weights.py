@@ -58,7 +58,7 @@ def recipe_of(checkpoint: Path, *, encoder: bool = False) -> Path:
         encoder: Whether an encoder is wanted, not a language model.
 
     Raises:
-        ConfigError: It is missing or no TOML, or its [objective] makes it a model of the other kind.
+        ConfigError: It is missing or no TOML, or its [objective] is that of the other kind.
     """
     recipe = checkpoint / "config.toml"
     recipe = recipe if recipe.exists() else checkpoint.parent.parent / "config.toml"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,8 @@ class EncoderObjective:
             batch = self.source.batch(0, self.rows)
             ends = batch.cu_seqlens.to(self.device)
             values = diagnose(self.model, batch.tokens.to(self.device), ends)
-        with torch.enable_grad():
-            loss = self.loss(batch, 0) / max(self.count(batch)[0], 1)
-            gradients = projection_gradients(self.model, loss)
+        targets = max(self.count(batch)[0], 1)
+        gradients = projection_gradients(self.model, lambda: self.loss(batch, 0) / targets)
         return values | {f"gradient/{n}": torch.tensor([g]) for n, g in gradients.items()}, None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -236,11 +236,11 @@ def evaluate_encoder(
 
 def load_encoder_batch(
     config: RunConfig, checkpoint: Path, dataset: TokenDataset, tokens: int, device: torch.device
-) -> tuple[Encoder, Tensor, Tensor, Tensor]:
-    """Load an encoder and run it on the first rows of a split, about so many tokens.
+) -> tuple[Encoder, Tensor, Tensor, Callable[[], Tensor]]:
+    """Load an encoder, and the first rows of a split, about so many tokens.
 
     Returns:
-        The model, tokens [1, T], cu_seqlens [N+1], and the mean loss with its graph.
+        The model, tokens [1, T], cu_seqlens [N+1], and what makes the mean loss.
     """
     model = Encoder.load(checkpoint, device)
     tokenizer = Tokenizer.load(Path(config.data.path) / "tokenizer")
@@ -249,9 +249,9 @@ def load_encoder_batch(
     rows = min(loader.num_samples, max(1, tokens // seq_len))
     batch = type(loader.batch(0, 1))(*(x.to(device) for x in loader.batch(0, rows)))
     if isinstance(batch, ClassBatch):
-        loss = model.class_loss(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens)
+        loss = partial(model.class_loss, batch.tokens, batch.labels, batch.cu_seqlens)
     else:
-        loss = model.masked_loss(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
+        loss = partial(model.masked_loss, batch.tokens, batch.targets, batch.cu_seqlens)
     return model, batch.tokens, batch.cu_seqlens, loss
 
 

@@ -18,7 +18,7 @@ from gla.data.streams import StreamBatch, Streams
 from gla.data.tokenizer import Tokenizer
 from gla.data.workers import Reader
 from gla.errors import CheckpointError, ConfigError
-from gla.models.diagnose import diagnose
+from gla.models.diagnose import diagnose, projection_gradients
 from gla.models.language_model import LanguageModel
 from gla.state import ModelState
 from gla.train.config import RunConfig
@@ -254,7 +254,11 @@ class LanguageModeling:
             tokens, ends = batch.tokens.to(self.device), batch.cu_seqlens.to(self.device)
             decays = gate_decays(self.model, tokens, ends) | diagnose(self.model, tokens, ends)
             text = self.sampler and self.sampler(self.model, self.inputs.tokenizer)
-        return decays, text
+            norms = projection_gradients(
+                self.model,
+                lambda: self.model.loss(tokens, batch.targets.to(self.device), cu_seqlens=ends),
+            )
+        return decays | {f"gradient/{n}": torch.tensor([g]) for n, g in norms.items()}, text
 
     def tensors(self) -> dict[str, Tensor]:
         """See ``Objective``: the carried states, [global_batch_size, …] each."""

@@ -208,7 +208,7 @@ def test_pretrained_weights_are_taken(encoder_recipe, tmp_path):
 
 def test_a_model_of_the_other_kind_is_refused(encoder_recipe, folder, tmp_path):
     train(encoder_recipe("masked", train__steps=1), tmp_path / "run")
-    message = "got objective.kind = 'masked', expected the run of a language model; .*gla.Encoder"
+    message = r"got objective\.kind = 'masked', expected the run of a language model; .*gla.Encoder"
     with pytest.raises(ConfigError, match=message):
         LanguageModel.load(tmp_path / "run")
     tables: dict[str, Any] = {
@@ -217,7 +217,7 @@ def test_a_model_of_the_other_kind_is_refused(encoder_recipe, folder, tmp_path):
         "train": {"steps": 1, "seq_len": 32},
     }
     train(build(tables), tmp_path / "lm", device="cpu")
-    with pytest.raises(ConfigError, match="got objective.kind = 'next_token', expected the run of"):
+    with pytest.raises(ConfigError, match=r"got objective\.kind = 'next_token', expected the"):
         Encoder.load(tmp_path / "lm")
 
 
