@@ -35,7 +35,7 @@ from gla.layers.cache import SoftmaxState
 from gla.layers.linear import Linear, WideModule
 from gla.layers.linear_attention import check_groups, head_dim
 from gla.layers.mixer import Mixer, MixerConfig
-from gla.layers.packing import batch_documents
+from gla.layers.packing import batch_documents, outside_graph
 from gla.layers.rotary import rotate
 from gla.state import select
 
@@ -205,7 +205,7 @@ class LinformerCausal(Mixer[LinformerCausalState]):
         if T == 0:
             o, slots = q, state.slots
         elif cu_seqlens is not None:
-            o, slots = self._packed(q, k, v, state, cu_seqlens, cold)
+            o, slots = outside_graph(self._packed)(q, k, v, state, cu_seqlens, cold)
         elif T == 1:
             o, slots = self._one(q, state, recent)
         else:

@@ -20,7 +20,7 @@ from gla.errors import ConfigError
 from gla.layers.linear import Linear
 from gla.layers.linear_attention import head_dim
 from gla.layers.mixer import Mixer
-from gla.layers.packing import batch_documents
+from gla.layers.packing import batch_documents, outside_graph
 
 
 class WholeDocumentMixer(Mixer[Any]):
@@ -92,15 +92,19 @@ class WholeDocumentMixer(Mixer[Any]):
         elif cu_seqlens is None:
             o = self.attend(q, k, v, None, *parts[3:])
         else:
-            batches = batch_documents(cu_seqlens)
-            length = cu_seqlens.diff().long()
-            rows = zip(*(batches.split(p[0]) for p in parts), strict=True)
-            outputs = [
-                self.attend(q_n, k_n, v_n, length[documents], *extra)
-                for documents, (q_n, k_n, v_n, *extra) in zip(batches.documents, rows, strict=True)
-            ]
-            o = batches.join(outputs).unsqueeze(0)
+            o = outside_graph(self._packed)(parts, cu_seqlens)
         return self.out_proj(rearrange(o, "b t h k -> b t (h k)")), None
+
+    def _packed(self, parts: tuple[Tensor, ...], cu_seqlens: Tensor) -> Tensor:
+        """Documents of a packed row as rows of a few batches: [1, T, ...] each -> [1, T, H, K]."""
+        batches = batch_documents(cu_seqlens)
+        length = cu_seqlens.diff().long()
+        rows = zip(*(batches.split(p[0]) for p in parts), strict=True)
+        outputs = [
+            self.attend(q, k, v, length[documents], *extra)
+            for documents, (q, k, v, *extra) in zip(batches.documents, rows, strict=True)
+        ]
+        return batches.join(outputs).unsqueeze(0)
 
 
 def real_tokens(length: Tensor | None, tokens: int) -> Tensor | None:
