@@ -62,7 +62,7 @@ class EncoderObjective:
         self.model = Encoder(encoder_config(config)).to(device)
         self.fingerprints = inputs.fingerprints
         self.share, self.rows = share_of(config, self.ranks)
-        self.source = loader_of(config, inputs.train, inputs.tokenizer, train.seq_len)
+        self.source = loader_of(config, inputs.train, inputs.tokenizer, train.seq_len, train.seed)
         self.source.require(train.global_batch_size)
         self._reader = Reader(self.source, self._places, train.loader_workers)
 
@@ -192,17 +192,15 @@ def loader_of(
     dataset: TokenDataset,
     tokenizer: Tokenizer,
     seq_len: int,
-    shuffle: bool = True,
+    seed: int,
 ) -> ChunkLoader | MaskedLoader:
-    """Open what the recipe's objective reads of a split."""
-    seed = config.train.seed
+    """Open what the recipe's objective reads of a split, in an order that the seed decides."""
     if config.objective.kind == "classify":
-        return ChunkLoader(dataset, encoder_config(config).classes, seq_len, seed, shuffle)
+        return ChunkLoader(dataset, encoder_config(config).classes, seq_len, seed)
     return MaskedLoader(
         dataset,
         seq_len,
         seed,
-        shuffle,
         mask_id=tokenizer.unk_id,
         is_text=tokenizer.piece_bytes > 0,
         fraction=config.objective.mask_fraction,
@@ -219,10 +217,13 @@ def evaluate_encoder(
     precision: str = "fp32",
     ranks: Ranks | None = None,
 ) -> dict[str, float | int]:
-    """Measure an encoder as its recipe says; see ``evaluate_masked`` and ``evaluate_classes``."""
+    """Measure an encoder as its recipe says; see ``evaluate_masked`` and ``evaluate_classes``.
+
+    The order is one and the same in all runs, and mixed: the first batches stand for the split.
+    """
     train = config.train
     seq_len = config.eval.seq_len or train.seq_len
-    loader = loader_of(config, dataset, tokenizer, seq_len, shuffle=False)
+    loader = loader_of(config, dataset, tokenizer, seq_len, seed=0)
     options: dict[str, Any] = {
         "batch_size": max(1, train.rows * train.seq_len // seq_len),
         "batches": batches,
@@ -245,7 +246,7 @@ def load_encoder_batch(
     model = Encoder.load(checkpoint, device)
     tokenizer = Tokenizer.load(Path(config.data.path) / "tokenizer")
     seq_len = min(config.train.seq_len, tokens)
-    loader = loader_of(config, dataset, tokenizer, seq_len, shuffle=False)
+    loader = loader_of(config, dataset, tokenizer, seq_len, seed=0)
     rows = min(loader.num_samples, max(1, tokens // seq_len))
     batch = type(loader.batch(0, 1))(*(x.to(device) for x in loader.batch(0, rows)))
     if isinstance(batch, ClassBatch):

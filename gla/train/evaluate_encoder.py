@@ -29,7 +29,7 @@ def evaluate_masked(
 
     Args:
         model: Left in the mode (train or eval) in which it came.
-        loader: Unshuffled, over the split.
+        loader: Over the split.
         batch_size: Rows at once.
         batches: How many batches; 0: the whole split.
         precision: "fp32", or "bf16" or "fp16" (autocast).

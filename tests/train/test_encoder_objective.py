@@ -163,9 +163,8 @@ def test_figures_by_hand(parts):
     for kind in ("classify", "masked"):
         objective = parts(kind, eval__batches=0)
         figures = objective.evaluate(whole=True)
-        loader = loader_of(
-            objective.config, objective.inputs.val, objective.inputs.tokenizer, 64, shuffle=False
-        )
+        config, inputs = objective.config, objective.inputs
+        loader = loader_of(config, inputs.val, inputs.tokenizer, 64, seed=0)
         losses, hits = [], []
         for i in range(loader.num_samples):
             batch: Any = loader.batch(i, 1)
