@@ -124,15 +124,14 @@ class Linformer(WholeDocumentMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw E and F, and place the lengths that a mixture is made for."""
-        lengths = torch.full((self.config.experts or 1,), float(self.n_max))
+        lengths = [max(1.0, self.n_max / 2**m) for m in range(self.config.experts or 1)]
         if self.centers is not None:
-            lengths = (lengths / 2 ** torch.arange(len(lengths))).clamp_min(1)
-            self.centers.copy_(lengths.log2())
+            self.centers.copy_(torch.tensor(lengths).log2())
         for projection in (self.E, self.F):
             if projection is None:
                 continue
             experts = projection if self.centers is not None else projection.unsqueeze(0)
-            for expert, n in zip(experts, lengths.tolist(), strict=True):
+            for expert, n in zip(experts, lengths, strict=True):
                 variance = 1 / n if self.config.init == "normal" else 2 / (n + self.config.k)
                 expert.normal_(std=math.sqrt(variance))
 

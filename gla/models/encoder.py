@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,6 @@ class Encoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.position_scale = nn.Parameter(torch.empty(config.d_model))
         mixers = [_build(config, name) for name in config.layer_names]
-        _share_projections(config.layer_names, mixers)
         self.blocks = nn.ModuleList(Block(config, mixer) for mixer in mixers)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None
@@ -100,6 +99,9 @@ class Encoder(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all parameters again; positions start at the size of the embeddings."""
+        # Here, not in __init__: memory given to a model on "meta" makes one tensor of each name.
+        mixers = [cast(Block, block).mixer for block in self.blocks]
+        _share_projections(self.config.layer_names, mixers)
         for module in reversed(list(self.modules())):  # parts first: a block rescales its parts
             reset = getattr(module, "reset_parameters", None)
             if reset is not None and module is not self:
@@ -182,7 +184,7 @@ class Encoder(nn.Module):
             document = document_of_token(cu_seqlens, h.shape[1])
             total = h.new_zeros(len(cu_seqlens) - 1, h.shape[2]).index_add(0, document, h[0])
             mean = total / cu_seqlens.diff().clamp_min(1).unsqueeze(1)
-        return self.class_head(mean)
+        return self.class_head(mean.to(self.class_head.weight.dtype))
 
     def class_loss(
         self,

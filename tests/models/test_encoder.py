@@ -161,6 +161,40 @@ def test_the_loss_starts_at_that_of_a_guess():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_is_near(model, dtype):
+    wide = model.float()
+    rows = documents()
+    tokens, mask = padded(rows, "right")
+    wanted = wide.class_logits(tokens, mask=mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert wide.class_loss(tokens, torch.tensor([0, 1, 2, 0]), mask=mask).isfinite()
+    got = wide.to(dtype).class_logits(tokens, mask=mask)
+    assert got.dtype == dtype
+    assert (got.float() - wanted).abs().max() < 0.1 * wanted.abs().max()
+
+
+def test_a_model_made_without_memory_draws_the_same_weights(model):
+    with torch.device("meta"):
+        empty = Encoder(model.config)
+    empty = empty.to_empty(device="cpu")
+    torch.manual_seed(3)
+    empty.reset_parameters()
+    torch.manual_seed(3)
+    model.float().reset_parameters()
+    for (name, a), (_, b) in zip(empty.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_no_tokens_no_rows_and_empty_documents(model):
+    assert model(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 16)
+    assert model(torch.zeros(0, 9, dtype=torch.int64)).shape == (0, 9, 16)
+    tokens, cu_seqlens = documents()[3][None], torch.tensor([0, 0, 5, 5, 17])
+    logits = model.class_logits(tokens, cu_seqlens=cu_seqlens)
+    assert logits.shape == (4, 3) and bool(logits.isfinite().all())
+    torch.testing.assert_close(logits[1], model.class_logits(tokens[:, :5])[0])
+
+
 def test_layers_share_their_projection_where_the_table_says_so():
     shared, own = make("shared"), make("linformer")
     blocks: Any = shared.blocks
