@@ -97,7 +97,7 @@ def one(
     if steps is not None:
         tables["train"]["steps"] = steps
     if data is not None:
-        tables["data"] |= {"path": data}
+        tables["data"] = {"path": data}
     if not (run / "config.toml").exists():
         train(build(tables), run, device=device)
     figures: dict[str, float] = dict(measure(run, device=device))

@@ -26,6 +26,8 @@ def inspect(
 ) -> int:
     """Look into the newest checkpoint of a run that verifies, on its validation text.
 
+    A language model reads the first tokens of the split as one text, an encoder its first rows.
+
     Of each layer: standard deviation of the output, half-lives of the gates, effective rank of the
     attention and its singular values, size and rank of the state over positions, gradients of
     Linformer's projections, redraws of random features. As CSV, and PNG where matplotlib is there.

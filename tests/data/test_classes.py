@@ -13,9 +13,10 @@ from gla.data.chunks import ChunkLoader, class_of, find_classes
 from gla.data.loader import IGNORE, Loader
 from gla.data.masking import MaskedLoader
 from gla.data.prepare import goes_to_validation, prepare
-from gla.data.shards import NAMES_FILE, TokenDataset
+from gla.data.shards import NAMES_FILE, SplitWriter, TokenDataset, text_digest
 from gla.data.tokenizer import Tokenizer
 from gla.errors import DataError
+from gla.storage import write_folder
 
 FILES = {
     **{f"red/{i}.txt": f"red {i} " * (10 + 7 * i) for i in range(12)},
@@ -58,6 +59,27 @@ def test_names_are_kept_in_the_order_of_the_documents(folder, tokenizer):
     assert {name: text for name, (_, text) in seen.items()} == FILES
     moved = [n for n, (s, _) in seen.items() if (s == "val") != goes_to_validation(n, 0.3)]
     assert len(moved) <= 1  # the one held back so that no split is empty
+
+
+def test_names_go_on_where_a_writer_was_saved(tmp_path):
+    """As a killed preparation does: what came after the record is cut off."""
+
+    def add(writer: SplitWriter, name: str) -> None:
+        writer.add(np.array([1, 5, 2]), 3, text_digest(name.encode()), name)
+
+    def fill(folder: Path) -> None:
+        writer = SplitWriter(folder, 10, "0" * 64)
+        for name in ("a", "Größe\n2"):
+            add(writer, name)
+        saved = writer.save()
+        add(writer, "lost")
+        writer.save()
+        again = SplitWriter(folder, 10, "0" * 64, saved=saved)
+        add(again, "b")
+        again.close()
+
+    write_folder(tmp_path / "split", fill)
+    assert TokenDataset.open(tmp_path / "split").document_names == ["a", "Größe\n2", "b"]
 
 
 def test_data_without_names_say_so(folder, train, tmp_path):
