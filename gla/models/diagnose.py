@@ -32,6 +32,8 @@ STD_BAND = (0.5, 2.0)  # where the outputs of a mixer ought to lie, before their
 LONGEST_HALF_LIFE = 1e6  # tokens; a gate that forgets less counts as this
 ATTENTION_TOKENS = 256  # tokens of which attention matrices are made
 
+_STATES = 2  # documents whose states are measured in training: singular values take time
+
 # Weights of tokens that a mixer reads values by: one matrix a head, found by reading unit vectors.
 _BY_WEIGHTS = (SoftmaxAttention, Reformer, Linformer, LinformerCausal, Nystrom)
 
@@ -209,7 +211,8 @@ def diagnose(model: Model, tokens: Tensor, cu_seqlens: Tensor) -> dict[str, Tens
     Args:
         model: in eval mode.
         tokens: [1, T] int64.
-        cu_seqlens: [N+1]; the first document is read for attention matrices.
+        cu_seqlens: [N+1]; attention matrices are those of the first document, states those after
+            the two longest.
     """
     std = output_std(model, tokens, cu_seqlens)
     values = {f"output_std/{n}": torch.tensor([x]) for n, x in std.items()}
@@ -219,7 +222,11 @@ def diagnose(model: Model, tokens: Tensor, cu_seqlens: Tensor) -> dict[str, Tens
     spectra = singular_values(model, first)
     values |= {f"attention_rank/{n}": effective_rank(x) for n, x in spectra.items()}
     if isinstance(model, LanguageModel):
-        for name, S in matrix_states(model, model(tokens, cu_seqlens=cu_seqlens).state):
+        state = model(tokens, cu_seqlens=cu_seqlens).state
+        lengths = cu_seqlens.diff()
+        longest = lengths.topk(min(_STATES, len(lengths))).indices
+        for name, S in matrix_states(model, state):
+            S = S[longest]
             values[f"state_norm/{name}"] = S.float().norm(dim=(-2, -1)).flatten()
             ranks = effective_rank(torch.linalg.svdvals(S.float()))
             values[f"state_rank/{name}"] = ranks.flatten()

@@ -190,7 +190,7 @@ def test_what_a_run_watches_is_flat_and_finite():
         "redraws",
     }
     assert all(v.dim() == 1 and bool(v.isfinite().all()) for v in values.values())
-    assert values["state_norm/blocks.4.mixer"].numel() == 2  # documents; one head
+    assert values["state_norm/blocks.4.mixer"].numel() == 2  # two documents, one head
     for layer in ("nystrom", "linformer", "linear"):
         found = diagnose(encoder(layer), TOKENS, ENDS)
         assert set(found) <= {"output_std/blocks.0.mixer", "attention_rank/blocks.0.mixer"}
