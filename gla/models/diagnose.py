@@ -248,6 +248,9 @@ def _inputs(
 ) -> list[Tensor]:
     """Run the model once; return what each of the modules was given."""
     with contextlib.ExitStack() as stack:
+        # Compiled code calls no hook that came later. (Setting the stance imports the compiler.)
+        if any(getattr(block, "_compiled_call_impl", None) for block in model.blocks):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         seen = [stack.enter_context(_recorded(module)) for module in modules]
         model(tokens, cu_seqlens=cu_seqlens)
     return [inputs[0] for inputs in seen]

@@ -109,6 +109,17 @@ def test_output_std_is_that_before_the_last_map():
     assert found["blocks.0.mixer"] == pytest.approx(wanted, rel=1e-5)
 
 
+def test_compiled_blocks_are_looked_into_too():
+    model = language_model("gla")
+    wanted = output_std(model, TOKENS)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with torch.no_grad():
+        model(TOKENS)  # hooks that come after this are unknown to the compiled block
+    assert output_std(model, TOKENS) == pytest.approx(wanted)
+    assert set(half_lives(model, TOKENS)) == {"blocks.0.mixer"}
+
+
 class Gate(torch.nn.Module):
     """One head keeps all, one forgets at once."""
 
