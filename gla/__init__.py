@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gla.generate.session import Session
     from gla.layers.mixer import register_mixer
     from gla.models.config import ModelConfig, presets
+    from gla.models.encoder import Encoder, EncoderConfig
     from gla.models.language_model import LanguageModel
     from gla.ops.gated_linear_attention import Output, checks, gated_linear_attention
     from gla.state import LayerState, LinearState, ModelState
@@ -40,6 +41,8 @@ _NAMES = {
     "ModelConfig": "gla.models.config",
     "presets": "gla.models.config",
     "LanguageModel": "gla.models.language_model",
+    "Encoder": "gla.models.encoder",
+    "EncoderConfig": "gla.models.encoder",
     "Session": "gla.generate.session",
 }
 _MODULES = (
@@ -51,6 +54,8 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DistributedError",
+    "Encoder",
+    "EncoderConfig",
     "GlaError",
     "LanguageModel",
     "LayerState",

@@ -9,6 +9,8 @@ from typing import Any
 
 import gla
 from gla.cli.arguments import call, print_json
+from gla.cli.recommend import Task
+from gla.errors import ConfigError
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "datasets")
 _WHY = {
@@ -23,14 +25,27 @@ def run(argv: Sequence[str]) -> int:
     return call(doctor, "gla doctor", argv)
 
 
-def doctor(*, json: bool = False) -> int:
+def doctor(
+    *,
+    recommend: bool = False,
+    seq_len: int = 2048,
+    task: Task = "language-model",
+    json: bool = False,
+) -> int:
     """Print versions, devices, and which form of the op runs on each device and dtype.
 
-    Each form is run once on a small input and compared with the recurrence in fp64.
+    Each form is run once on a small input and compared with the recurrence in fp64. Or, with
+    --recommend, print which mixers suit a length and a task, with the evidence.
 
     Args:
+        recommend: Print advice on mixers instead.
+        seq_len: With --recommend: tokens of a document.
+        task: With --recommend: text in general, facts to be found again word by word, or one
+            answer a document.
         json: Print one JSON object instead of text.
     """
+    if recommend:
+        return _advise(seq_len, task, json)
     from gla.train.device import find_compiler
 
     facts = {
@@ -57,6 +72,19 @@ def doctor(*, json: bool = False) -> int:
     for device, reason in facts["no_triton"].items():
         print(f"  {f'{device}, Triton named':<32} refused: {reason}")
     print(f"C++ compiler for torch.compile on the CPU\n  {facts['compiler'] or 'none found'}")
+    return 0
+
+
+def _advise(seq_len: int, task: Task, json: bool) -> int:
+    from gla.cli import recommend
+
+    if seq_len < 1:
+        raise ConfigError(f"seq_len: got {seq_len}, expected at least 1; fix --seq-len")
+    figures = recommend.recommend(seq_len, task)
+    if json:
+        print_json(figures)
+    else:
+        print("\n".join(recommend.describe(figures)))
     return 0
 
 

@@ -1,8 +1,8 @@
-"""``gla eval RUN``: how well a run's model predicts its validation split."""
+"""``gla eval RUN``: how well a run's model does on its validation split."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gla.cli.arguments import Run, call, print_json
@@ -26,7 +26,10 @@ def evaluate(
     device: str = "auto",
     json: bool = False,
 ) -> int:
-    """Measure loss, perplexity and bits per byte of a run's newest checkpoint that verifies.
+    """Measure a run's newest checkpoint that verifies, by what it was trained for.
+
+    A language model: loss, perplexity and bits per byte. An encoder: loss and accuracy on masked
+    tokens, or accuracy and macro-F1 on the classes of chunks.
 
     Args:
         run: Folder of the run.
@@ -51,11 +54,30 @@ def evaluate(
     if json:
         print_json(figures)
         return 0
-    print(f"loss        {figures['loss']:.4f} nats per token")
-    print(f"perplexity  {figures['ppl']:.2f} per token")
-    print(f"bits/byte   {figures['bpb']:.4f}")
-    print(f"read        {figures['tokens']:,} tokens, {figures['bytes']:,} bytes of text")
+    print("\n".join(describe(figures)))
     return 0
+
+
+def describe(figures: Mapping[str, float | int]) -> list[str]:
+    """Return the figures of ``measure`` as lines for a reader."""
+    unit = (
+        "chunk" if "chunks" in figures else "token asked for" if "targets" in figures else "token"
+    )
+    lines = [f"loss        {figures['loss']:.4f} nats per {unit}"]
+    if "ppl" in figures:
+        lines.append(f"perplexity  {figures['ppl']:.2f} per {unit}")
+    if "bpb" in figures:
+        lines.append(f"bits/byte   {figures['bpb']:.4f}")
+    if "accuracy" in figures:
+        lines.append(f"accuracy    {figures['accuracy']:.2%}")
+    if "macro_f1" in figures:
+        lines.append(f"macro-F1    {figures['macro_f1']:.4f}")
+        lines.append(f"majority    {figures['majority']:.2%} right by the most frequent class")
+    names = {"chunks": "chunks", "targets": "tokens asked for", "tokens": "tokens"}
+    counts = [f"{figures[key]:,} {name}" for key, name in names.items() if key in figures]
+    if "bytes" in figures:
+        counts.append(f"{figures['bytes']:,} bytes of text")
+    return [*lines, f"read        {', '.join(counts)}"]
 
 
 def measure(
@@ -68,7 +90,7 @@ def measure(
     allow_tokenizer_change: bool = False,
     allow_nonfinite: bool = False,
 ) -> dict[str, float | int]:
-    """Return ``loss``, ``ppl``, ``bpb``, ``tokens`` and ``bytes``; see ``gla eval --help``.
+    """Return ``loss`` and what else ``gla eval --help`` names.
 
     Raises:
         ConfigError: No run there, or no such device.
@@ -100,6 +122,15 @@ def measure(
     checkpoint = find_checkpoint(run / "checkpoints" / BEST if best else run)
     if not allow_tokenizer_change:
         check_tokenizer(checkpoint, tokenizer.fingerprint)
+    precision = resolve_precision(config.train.precision, place)
+    if config.objective.kind != "next_token":
+        from gla.models.encoder import Encoder
+        from gla.train.encoder_objective import evaluate_encoder
+
+        encoder = Encoder.load(checkpoint, device=str(place), allow_nonfinite=allow_nonfinite)
+        return evaluate_encoder(
+            encoder, config, dataset, tokenizer, batches=batches, precision=precision
+        )
     seq_len = config.eval.seq_len or config.train.seq_len
     return evaluate(
         LanguageModel.load(checkpoint, device=str(place), allow_nonfinite=allow_nonfinite),
@@ -108,5 +139,5 @@ def measure(
         seq_len=seq_len,
         batch_size=max(1, config.train.rows * config.train.seq_len // seq_len),
         batches=batches,
-        precision=resolve_precision(config.train.precision, place),
+        precision=precision,
     )

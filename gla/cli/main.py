@@ -25,8 +25,9 @@ COMMANDS = {
     "data": "data prepare: turn text into shards of tokens",
     "train": "train a model from a recipe",
     "resume": "go on with a run from its newest checkpoint",
-    "eval": "loss, perplexity and bits per byte of a run on its validation split",
+    "eval": "loss, bits per byte, accuracy of a run on its validation split",
     "report": "one page about a run: curves, figures, samples (HTML and PNG)",
+    "inspect": "look into a run's model: gates, states, rank of attention; tables and plots",
     "generate": "continue a prompt with a run's model",
 }
 INTERRUPTED = 130

@@ -54,5 +54,6 @@ def run(argv: Sequence[str]) -> int:
     folder = options.run or Path("runs") / path.stem
     result = train(config, folder, device=options.device, sampler=sampler)
     if is_main():
-        print(f"trained to step {result.step}; next: gla eval {folder}, or gla generate {folder}")
+        generate = f", or gla generate {folder}" if config.objective.kind == "next_token" else ""
+        print(f"trained to step {result.step}; next: gla eval {folder}{generate}")
     return 0

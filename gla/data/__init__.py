@@ -1,6 +1,7 @@
 """From raw text to batches of token ids: tokenizer, corpus, prepare, packing, loader.
 
-Sub-modules are imported on first use; only ``loader``, ``streams`` and ``workers`` need torch.
+Sub-modules are imported on first use; only ``chunks``, ``loader``, ``masking``, ``streams`` and
+``workers`` need torch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gla.data import (
+        chunks,
         corpus,
         encode,
         loader,
+        masking,
         mixture,
         packing,
         prepare,
@@ -24,9 +27,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "chunks",
     "corpus",
     "encode",
     "loader",
+    "masking",
     "mixture",
     "packing",
     "prepare",

@@ -28,11 +28,13 @@ class Encoded(NamedTuple):
         tokens: uint32 [T], <s> and </s> included.
         num_bytes: Of its raw text in UTF-8.
         digest: ``text_digest`` of them.
+        name: Of the document in its corpus.
     """
 
     tokens: np.ndarray
     num_bytes: int
     digest: bytes
+    name: str
 
 
 def encode(
@@ -105,4 +107,4 @@ def _encode_one(tokenizer: Tokenizer, document: Document) -> Encoded:
         raise DataError(f"{document.name}: {reason}") from reason
     data = document.text.encode()
     tokens = np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], np.uint32)
-    return Encoded(tokens, len(data), text_digest(data))
+    return Encoded(tokens, len(data), text_digest(data), document.name)

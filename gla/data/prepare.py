@@ -313,8 +313,8 @@ def _fill(
     num_bytes = sum(writer.index.num_bytes for writer in work.writers.values())
     resumed = reported = saved = num_bytes
     rest = _after(_split(unique, val_fraction), work)
-    for split, (tokens, size, digest) in encode(rest, work.folder / "tokenizer", workers):
-        work.writers[split].add(tokens, size, digest)
+    for split, (tokens, size, digest, name) in encode(rest, work.folder / "tokenizer", workers):
+        work.writers[split].add(tokens, size, digest, name)
         documents += 1
         num_bytes += size
         if num_bytes - saved >= _SAVE_BYTES:

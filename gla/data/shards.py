@@ -5,6 +5,7 @@ A split's folder holds
     tokens-00000.bin …   token ids, little-endian uint16 (uint32 for vocabularies above 65,536);
                          a stored document is <s>, its tokens, </s>; none crosses a shard
     documents.bin        one record a document: first token, bytes of raw text, digest of the text
+    names.jsonl          the name of each document, a JSON string a line
     index.json           what they are, totals, and the hash of the tokenizer that made them
     manifest.json        sizes and SHA-256 of the above, see ``gla.storage``
 
@@ -14,6 +15,7 @@ and appears whole or not at all. Opening it checks every byte.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from gla.storage import verify_folder
 FORMAT = 1
 INDEX_FILE = "index.json"
 DOCUMENTS_FILE = "documents.bin"
+NAMES_FILE = "names.jsonl"
 SHARD_TOKENS = 1 << 27  # a shard ends with the document that reaches this many
 DIGEST_BYTES = 16
 _DOCUMENT = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("digest", "u1", (DIGEST_BYTES,))])
@@ -86,6 +89,7 @@ class SplitWriter:
         self._shard: BinaryIO | None = None
         if saved is None:
             self._documents = open(folder / DOCUMENTS_FILE, "wb")
+            self._names = open(folder / NAMES_FILE, "wb")
             self.index = _Index(
                 format=FORMAT,
                 vocab_size=vocab_size,
@@ -103,10 +107,13 @@ class SplitWriter:
         for i, tokens in enumerate(index.shard_tokens):
             self._shard = _cut(folder / shard_name(i), tokens * index.dtype.itemsize)
         self._documents = _cut(folder / DOCUMENTS_FILE, index.num_documents * _DOCUMENT.itemsize)
+        with open(folder / NAMES_FILE, "rb") as names:
+            size = sum(len(line) for line in itertools.islice(names, index.num_documents))
+        self._names = _cut(folder / NAMES_FILE, size)
 
     def save(self) -> str:
         """Bring all that was added to the disk, and return what a later writer goes on from."""
-        for file in (self._shard, self._documents):
+        for file in (self._shard, self._documents, self._names):
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
@@ -119,13 +126,14 @@ class SplitWriter:
             while record := file.read(_DOCUMENT.itemsize):
                 yield record[-DIGEST_BYTES:]
 
-    def add(self, tokens: np.ndarray, num_bytes: int, digest: bytes) -> None:
+    def add(self, tokens: np.ndarray, num_bytes: int, digest: bytes, name: str = "") -> None:
         """Append a document.
 
         Args:
             tokens: Integer [T], from <s> to </s>.
             num_bytes: Bytes of its raw text in UTF-8.
             digest: ``text_digest`` of them.
+            name: Of the document in its corpus.
         """
         index = self.index
         if self._shard is None or index.shard_tokens[-1] >= self._limit:
@@ -136,6 +144,7 @@ class SplitWriter:
         record["start"], record["bytes"] = index.num_tokens, num_bytes
         record["digest"] = np.frombuffer(digest, np.uint8)
         self._documents.write(record.tobytes())
+        self._names.write(json.dumps(name).encode() + b"\n")
         index.shard_tokens[-1] += len(tokens)
         index.num_tokens += len(tokens)
         index.num_documents += 1
@@ -152,6 +161,7 @@ class SplitWriter:
         if self._shard is not None:
             self._shard.close()
         self._documents.close()
+        self._names.close()
         text = self.index.model_dump_json(indent=1)
         (self._folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -210,6 +220,22 @@ class TokenDataset:
             )
         self.document_bytes = records["bytes"].copy()
         self.document_digests = records["digest"].copy()
+
+    @property
+    def document_names(self) -> list[str]:
+        """The name of each document in its corpus.
+
+        Raises:
+            DataError: The data were prepared when names were not kept.
+        """
+        file = self.path / NAMES_FILE
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        if len(lines) != self.num_documents:
+            raise DataError(
+                f"{file}: got {len(lines)} names, expected {self.num_documents}, one a document; "
+                "fix by preparing the data again"
+            )
+        return [json.loads(line) for line in lines]
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> TokenDataset:

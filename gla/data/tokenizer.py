@@ -46,6 +46,8 @@ class Tokenizer:
         vocab_size: Number of ids.
         bos_id: Id put before a document; ``encode`` never yields it.
         eos_id: Id put after a document; ``encode`` never yields it.
+        unk_id: ``encode`` never yields it, as bytes spell what has no piece; it can stand for a
+            masked token.
         fingerprint: SHA-256 of the model file, in hex.
         piece_bytes: int32 [vocab_size], bytes of text each id stands for (control ids: 0).
     """
@@ -69,6 +71,7 @@ class Tokenizer:
         self.vocab_size: int = processor.get_piece_size()
         self.bos_id: int = processor.bos_id()
         self.eos_id: int = processor.eos_id()
+        self.unk_id: int = processor.unk_id()
         self._bytes = [_bytes_of(processor, i) for i in range(self.vocab_size)]
         self._byte_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         if min(self.bos_id, self.eos_id) < 0 or not all(map(processor.is_byte, self._byte_ids)):

@@ -14,7 +14,7 @@ from gla.errors import StateError
 from gla.layers import cache
 from gla.layers.cache import SoftmaxState
 from gla.layers.mixer import Mixer
-from gla.layers.packing import batch_documents
+from gla.layers.packing import batch_documents, outside_graph
 from gla.state import select
 
 
@@ -90,12 +90,8 @@ class CachedAttention(Mixer[SoftmaxState]):
         if cu_seqlens is None:
             o = self._attend(q, k, v, past, after, position, read_after)
         else:
-            # Lengths of documents decide the shapes there. As a decorator this would import the
-            # compiler, and with it Triton, wherever a model is imported.
-            attend_packed = self._attend_packed
-            if torch.compiler.is_compiling():
-                attend_packed = torch.compiler.disable(attend_packed)  # pyright: ignore
-            o = attend_packed(q, k, v, past, after, position, cu_seqlens)  # pyright: ignore
+            attend_packed = outside_graph(self._attend_packed)
+            o = attend_packed(q, k, v, past, after, position, cu_seqlens)
         y = self.out_proj(rearrange(o, "b t h k -> b t (h k)"))
         return y, after if need_state else None
 

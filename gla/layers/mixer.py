@@ -204,6 +204,11 @@ def mixer_config(table: Mapping[str, Any]) -> BaseModel:
         raise ConfigError(describe_faults(Config, error)) from None
 
 
+def mixer_fields(kind: Any) -> list[str]:
+    """The keys that a table of this kind may have; none for an unknown kind."""
+    return list(_MIXERS[kind][0].model_fields) if kind in _MIXERS else []
+
+
 def build_mixer(d_model: int, config: Any) -> Mixer:
     """Build the layer that ``config.kind`` names.
 

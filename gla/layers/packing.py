@@ -6,11 +6,14 @@ documents, 0 first and T last. Documents may be empty.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LENGTH_STEP = 32  # documents whose lengths round up to the same multiple share a batch
 
@@ -19,6 +22,16 @@ def document_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """[N+1] -> [T] int64, the document that each token belongs to. Reads no value on the host."""
     t = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:], t, right=True)
+
+
+def outside_graph(function: Function) -> Function:
+    """A function whose shapes depend on the lengths of documents, as a compiled model calls it.
+
+    As a decorator this would import the compiler, and with it Triton, wherever a model is imported.
+    """
+    if torch.compiler.is_compiling():
+        return cast(Function, torch.compiler.disable(function))
+    return function
 
 
 class Batches(NamedTuple):

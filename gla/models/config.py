@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
@@ -69,6 +69,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     },
     # Kitaev et al. 2020, arXiv 2001.04451
     "reformer": {"kind": "reformer"},
+    # Slots for finished blocks and exact recent tokens; see gla.layers.linformer_causal
+    "linformer_causal": {"kind": "linformer_causal"},
+    # For encoders: Wang et al. 2020, arXiv 2006.04768, and Xiong et al. 2021, arXiv 2102.03902
+    "linformer": {"kind": "linformer"},
+    "nystrom": {"kind": "nystrom"},
 }
 
 _HIDDEN_STEP = 32
@@ -114,7 +119,7 @@ class ModelConfig(BaseModel):
             raise ConfigError(describe_faults(type(self), error)) from None
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> ModelConfig:
+    def from_toml(cls, path: str | Path) -> Self:
         """Read the table [model] of a recipe, and [data] vocab_size where it names none.
 
         Raises:
@@ -130,6 +135,11 @@ class ModelConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_presets(cls, data: Any) -> Any:
+        return cls.fill_in_presets(data)
+
+    @staticmethod
+    def fill_in_presets(data: Any) -> Any:
+        """Add the tables of the presets that ``layers`` names to ``mixers``."""
         if not isinstance(data, Mapping):
             return data
         mixers, layers = data.get("mixers", {}), data.get("layers", ())

@@ -29,7 +29,7 @@ from gla.layers.norms import RMSNorm
 from gla.models.config import ModelConfig
 from gla.models.inputs import check_inputs, check_state
 from gla.models.loss import linear_cross_entropy
-from gla.models.weights import find_checkpoint, load_weights
+from gla.models.weights import find_checkpoint, load_weights, recipe_of
 from gla.state import LayerState, ModelState
 
 PREFILL_TOKENS = 2048
@@ -137,11 +137,8 @@ class LanguageModel(nn.Module):
             NumericsError: a weight is NaN or infinite, and that is not allowed.
         """
         checkpoint = find_checkpoint(Path(path))
-        recipe = checkpoint / "config.toml"
-        if not recipe.exists():
-            recipe = checkpoint.parent.parent / "config.toml"
         with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
-            model = cls(ModelConfig.from_toml(recipe))
+            model = cls(ModelConfig.from_toml(recipe_of(checkpoint)))
         load_weights(model, checkpoint, allow_nonfinite=allow_nonfinite)
         return model.to(device).eval()
 

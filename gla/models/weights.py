@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gla import storage
-from gla.errors import CheckpointError, NumericsError
+from gla.errors import CheckpointError, ConfigError, NumericsError
+from gla.tables import read_toml
 
 logger = logging.getLogger("gla")
 
@@ -47,6 +48,31 @@ def find_checkpoint(path: Path) -> Path:
             "fix by training, or by naming a run folder"
         )
     return checkpoint
+
+
+def recipe_of(checkpoint: Path, *, encoder: bool = False) -> Path:
+    """Return the recipe of a checkpoint: its own, or that of its run.
+
+    Args:
+        checkpoint: The folder.
+        encoder: Whether an encoder is wanted, not a language model.
+
+    Raises:
+        ConfigError: It is missing or no TOML, or its [objective] is that of the other kind.
+    """
+    recipe = checkpoint / "config.toml"
+    recipe = recipe if recipe.exists() else checkpoint.parent.parent / "config.toml"
+    objective = read_toml(recipe).get("objective", {})
+    kind = objective.get("kind") if isinstance(objective, dict) else None
+    if kind is not None and (kind == "next_token") == encoder:
+        wanted, other = ("an encoder", "gla.LanguageModel")
+        if not encoder:
+            wanted, other = ("a language model", "gla.Encoder, gla eval or gla inspect")
+        raise ConfigError(
+            f"{recipe}: got objective.kind = {kind!r}, expected the run of {wanted}; fix the path, "
+            f"or use {other}"
+        )
+    return recipe
 
 
 def load_weights(model: nn.Module, folder: Path, *, allow_nonfinite: bool = False) -> None:

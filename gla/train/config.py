@@ -18,13 +18,16 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializeAsAny,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
 from gla.errors import ConfigError
-from gla.models.config import ModelConfig
 from gla.tables import describe_faults, read_toml
+from gla.train.objective_config import ObjectiveConfig, RecipeModel, encoder_recipe
 
 __all__ = ["RunConfig", "apply_overrides", "build", "load_recipe", "read_toml"]
 
@@ -234,16 +237,11 @@ class MetricsConfig(_Section):
     interval: Count = 10
 
 
-class RecipeModel(ModelConfig):
-    """The [model] section. Without ``vocab_size``, the model takes the size of the tokenizer."""
-
-    vocab_size: Count | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
 class RunConfig(_Section):
     """Everything that a run is made from. Written, merged, as ``config.toml`` into the run."""
 
-    model: RecipeModel
+    objective: ObjectiveConfig = ObjectiveConfig()
+    model: SerializeAsAny[RecipeModel]
     data: DataConfig
     train: TrainConfig
     optim: OptimConfig = OptimConfig()
@@ -251,6 +249,14 @@ class RunConfig(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _as_the_objective_asks(cls, table: Any, info: ValidationInfo) -> Any:
+        objective = info.data.get("objective")
+        if isinstance(table, Mapping) and objective and objective.kind != "next_token":
+            return encoder_recipe(table)
+        return table
 
     def to_toml(self) -> str:
         """Return the recipe as TOML that ``load_recipe`` reads back to an equal config."""

@@ -20,6 +20,7 @@ from gla.train import run_folder
 from gla.train.config import RunConfig, apply_overrides, build, load_recipe, read_toml
 from gla.train.device import resolve_device, resolve_precision
 from gla.train.distributed import Ranks, code_digest, local_device, started
+from gla.train.encoder_objective import OBJECTIVES, start_from_pretrained, with_classes
 from gla.train.inputs import make_ready, open_inputs, with_vocab_size
 from gla.train.monitor import say
 from gla.train.objective import LanguageModeling, Objective, Sampler
@@ -87,6 +88,7 @@ def train(
         with contextlib.closing(objective), _held(run, ranks):
             if ranks.rank == 0:
                 run_folder.refuse_existing(run)  # again: another process may have begun meanwhile
+            start_from_pretrained(objective.model, config)
             trainer = Trainer(config, objective, place, precision, ranks)
             if ranks.rank == 0:
                 tokenizer = Path(config.data.path) / "tokenizer"
@@ -145,7 +147,7 @@ def open_objective(
         ConfigError, DataError, DistributedError: They do not fit, or differ between processes.
     """
     inputs = open_inputs(config.data)
-    config = with_vocab_size(config, inputs.tokenizer.vocab_size)
+    config = with_classes(with_vocab_size(config, inputs.tokenizer.vocab_size), inputs.train)
     settled = {
         "path": str(Path(config.data.path).resolve()),
         "vocab_size": inputs.tokenizer.vocab_size,
@@ -160,6 +162,9 @@ def open_objective(
         }
     )
     torch.manual_seed(config.train.seed)
+    if config.objective.kind in OBJECTIVES:
+        encoder = OBJECTIVES[config.objective.kind]
+        return encoder(config, inputs, device, precision, ranks), config
     return LanguageModeling(config, inputs, device, precision, ranks, sampler), config
 
 

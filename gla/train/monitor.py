@@ -35,9 +35,14 @@ _TAGS = {
     "memory_gib": "speed/memory_gib",
     "val_loss": "validation/loss",
     "val_bpb": "validation/bits_per_byte",
+    "val_accuracy": "validation/accuracy",
+    "val_macro_f1": "validation/macro_f1",
 }
 # What a line on the terminal shows; metrics.jsonl has all.
-_SHOWN = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "val_loss", "val_bpb")
+_SHOWN = (
+    *("loss", "lr", "grad_norm", "tokens", "tokens_per_s"),
+    *("val_loss", "val_bpb", "val_accuracy", "val_macro_f1"),
+)
 
 
 class Monitor:

@@ -18,6 +18,7 @@ from gla.data.streams import StreamBatch, Streams
 from gla.data.tokenizer import Tokenizer
 from gla.data.workers import Reader
 from gla.errors import CheckpointError, ConfigError
+from gla.models.diagnose import diagnose, projection_gradients
 from gla.models.language_model import LanguageModel
 from gla.state import ModelState
 from gla.train.config import RunConfig
@@ -58,8 +59,8 @@ class Objective(Protocol):
         """This process's micro-batches of an update: they depend on the step alone."""
         ...
 
-    def count(self, batch: Any) -> tuple[int, int]:
-        """Targets of a batch, over which the loss is a mean, and the bytes they stand for."""
+    def count(self, batch: Any) -> tuple[int, int, int]:
+        """Targets of a batch, over which the loss is a mean, tokens, and bytes of the targets."""
         ...
 
     def loss(self, batch: Any, index: int) -> Tensor:
@@ -178,9 +179,10 @@ class LanguageModeling:
         """See ``Objective``."""
         return self._reader(step)
 
-    def count(self, batch: Batch | StreamBatch) -> tuple[int, int]:
-        """See ``Objective``."""
-        return count_targets(batch.targets, self.inputs.tokenizer.piece_bytes)
+    def count(self, batch: Batch | StreamBatch) -> tuple[int, int, int]:
+        """See ``Objective``: a token is one that is predicted."""
+        targets, size = count_targets(batch.targets, self.inputs.tokenizer.piece_bytes)
+        return targets, targets, size
 
     def loss(self, batch: Batch | StreamBatch, index: int) -> Tensor:
         """See ``Objective``."""
@@ -246,13 +248,17 @@ class LanguageModeling:
         )
 
     def watch(self) -> tuple[dict[str, Tensor], str | None]:
-        """See ``Objective``: the gates' decay in each layer."""
+        """See ``Objective``: the gates' decay in each layer, and what ``diagnose`` knows."""
         with evaluating(self.model), autocast(self.device, self.precision):
             batch = self.source.batch(*self._places(0)[0])
             tokens, ends = batch.tokens.to(self.device), batch.cu_seqlens.to(self.device)
-            decays = gate_decays(self.model, tokens, ends)
+            decays = gate_decays(self.model, tokens, ends) | diagnose(self.model, tokens, ends)
             text = self.sampler and self.sampler(self.model, self.inputs.tokenizer)
-        return decays, text
+            norms = projection_gradients(
+                self.model,
+                lambda: self.model.loss(tokens, batch.targets.to(self.device), cu_seqlens=ends),
+            )
+        return decays | {f"gradient/{n}": torch.tensor([g]) for n, g in norms.items()}, text
 
     def tensors(self) -> dict[str, Tensor]:
         """See ``Objective``: the carried states, [global_batch_size, …] each."""

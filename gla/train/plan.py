@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from gla import state as states
+from gla.models.encoder import Encoder
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
 from gla.train.device import autocast, resolve_device, resolve_precision
+from gla.train.encoder_objective import encoder_config
 from gla.train.inputs import is_prepared, tokenizer_of, with_vocab_size
 from gla.train.optim import build_optimizer, moment_bytes
 
@@ -33,12 +35,16 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
     prepared = is_prepared(config.data)
     size = tokenizer_of(config.data).vocab_size if prepared else config.data.new_vocab_size
     config = with_vocab_size(config, size)
-    model, train = LanguageModel(config.model), config.train
+    model, train = _build(config), config.train
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     moments = moment_bytes(build_optimizer(model, config.optim))
     # Some of it does not grow with the tokens: the head's gradient, made in the forward pass.
-    a, b = _PROBE_TOKENS
-    short, long = (_saved_bytes(model, length, precision) for length in (a, b))
+    probes = [(1, length) for length in _PROBE_TOKENS]
+    if isinstance(model, Encoder):  # which may have a longest row
+        probes = [(rows, train.seq_len) for rows in (1, 2)]
+    (a, short), (b, long) = (
+        (rows * length, _saved_bytes(model, rows, length, precision)) for rows, length in probes
+    )
     activations = long + (long - short) / (b - a) * (train.rows * train.seq_len - b)
     return {
         "parameters": model.num_parameters(),
@@ -50,7 +56,9 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
         "weights_bytes": 2 * weights + moments,
         "activation_bytes": max(0, round(activations)),
         "checkpoint_bytes": weights + moments,
-        "decode_state_bytes": states.nbytes(model.init_state(1)),
+        "decode_state_bytes": 0
+        if isinstance(model, Encoder)
+        else states.nbytes(model.init_state(1)),
         "data": {
             "path": config.data.path,
             "prepared": prepared,
@@ -80,8 +88,18 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _saved_bytes(model: LanguageModel, length: int, precision: str) -> int:
-    """Measure what a forward pass of one row keeps for the backward pass, weights left out."""
+def _build(config: RunConfig) -> LanguageModel | Encoder:
+    """Build the model; where the classes are still to be found in the data, with two of them."""
+    if config.objective.kind == "next_token":
+        return LanguageModel(config.model)
+    encoder = encoder_config(config)
+    if config.objective.kind == "classify" and not encoder.classes:
+        encoder = encoder.model_copy(update={"classes": ["", ""]})
+    return Encoder(encoder)
+
+
+def _saved_bytes(model: LanguageModel | Encoder, rows: int, length: int, precision: str) -> int:
+    """Measure what a forward pass of a few rows keeps for the backward pass, weights left out."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
     kept = []  # storages must live until all are counted, or an address could come twice
@@ -93,10 +111,15 @@ def _saved_bytes(model: LanguageModel, length: int, precision: str) -> int:
             kept.append(tensor)
         return tensor
 
-    tokens = torch.zeros(1, length, dtype=torch.int64)
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
         autocast(torch.device("cpu"), precision),
     ):
-        model.loss(tokens, tokens, reduction="sum")
+        if isinstance(model, LanguageModel):
+            model.loss(tokens, tokens, reduction="sum")
+        elif model.class_head is None:
+            model.masked_loss(tokens, torch.where(torch.arange(length) % 7 == 0, tokens, -100))
+        else:
+            model.class_loss(tokens, tokens[:, 0])
     return sum(saved.values())

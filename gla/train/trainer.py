@@ -29,7 +29,14 @@ from gla.train.signals import StopSignals
 from gla.train.update import Norms, Updater
 from gla.train.writer import CheckpointWriter
 
-_NOT_RECORDED = ("tokens", "bytes", "ppl")  # of an evaluation: always the same, or said by others
+_NOT_RECORDED = (
+    "tokens",
+    "bytes",
+    "targets",
+    "chunks",
+    "majority",
+    "ppl",
+)  # of an evaluation: always the same, or said by others
 MOST_SKIPS = 20  # updates left out in a row before it is an error
 _SEED_OF_STEP = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd: no collisions
 
@@ -72,8 +79,8 @@ class Trainer:
         )
         self.updater = Updater(self.model, config, precision, self.ranks)
         self.step = 0
-        self.tokens = 0  # targets learned from so far
-        self.window = {"loss": 0.0, "tokens": 0.0, "bytes": 0.0, "spikes": 0.0}
+        self.tokens = 0  # learned from so far
+        self.window = {"loss": 0.0, "targets": 0.0, "tokens": 0.0, "bytes": 0.0, "spikes": 0.0}
         self.clock = {"seconds": 0.0, "waited": 0.0, "all_seconds": 0.0, "all_tokens": 0.0}
         self.validation: dict[str, float | int] = {}
         self.best: tuple[int, float] | None = None
@@ -189,13 +196,14 @@ class Trainer:
         self._seed()
         batches = self.objective.batches(self.step)
         self.clock["waited"] += time.perf_counter() - began
-        loss, tokens, size, stop = self.backward(batches)
+        loss, targets, tokens, size, stop = self.backward(batches)
         norms = self.updater.norms()
         finite = math.isfinite(loss) and math.isfinite(norms.total)
         if finite:
             self.updater.take(self.step, norms.total)
             self.tokens += tokens
-            self.window["loss"] += loss * tokens
+            self.window["loss"] += loss * targets
+            self.window["targets"] += targets
             self.window["tokens"] += tokens
             self.window["bytes"] += size
             if self.updater.spikes.flags(loss):
@@ -217,20 +225,21 @@ class Trainer:
             self.clock |= {"seconds": 0.0, "waited": 0.0}
         return stop
 
-    def backward(self, batches: Sequence[Any]) -> tuple[float, int, int, int]:
+    def backward(self, batches: Sequence[Any]) -> tuple[float, int, int, int, int]:
         """Accumulate the gradient of the mean loss over all targets of the global batch.
 
         Each micro-batch counts by its number of targets, so that the gradient does not depend on
         how the batch is cut.
 
         Returns:
-            Mean loss in nats, targets, their bytes, and the largest signal of any process.
+            Mean loss in nats, targets, tokens, bytes, and the largest signal of any process.
         """
         counts = [self.objective.count(batch) for batch in batches]
-        tokens, size = self.ranks.sum([sum(column) for column in zip(*counts, strict=True)])
+        totals = self.ranks.sum([sum(column) for column in zip(*counts, strict=True)])
+        targets, tokens, size = map(int, totals)
         means: list[Tensor] = []
         for index, batch in enumerate(batches):
-            mean = self.objective.loss(batch, index) / max(tokens, 1)
+            mean = self.objective.loss(batch, index) / max(targets, 1)
             self.updater.backward(mean)
             means.append(mean.detach())
         received = self._signals.received
@@ -242,7 +251,7 @@ class Trainer:
             ]
         )
         stop = signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0
-        return loss, int(tokens), int(size), stop
+        return loss, targets, tokens, size, stop
 
     def _leave_out(
         self,
@@ -281,13 +290,15 @@ class Trainer:
 
     def _metrics(self, norms: Norms) -> dict[str, float | int]:
         window, clock, config = self.window, self.clock, self.config
-        tokens = window["tokens"] or math.nan  # no update was made: there is no loss
+        targets = window["targets"] or math.nan  # no update was made: there is no loss
+        bits = window["loss"] / math.log(2) / (window["bytes"] or math.nan)
+        knows_bytes = window["bytes"] > 0 or window["targets"] == 0  # not so for encoders
         factor = lr_factor(config.schedule, config.train.steps, self.step - 1)
         rate = window["tokens"] / max(clock["seconds"], 1e-9)
         return {
             "tokens": self.tokens,
-            "loss": window["loss"] / tokens,
-            "bpb": window["loss"] / math.log(2) / (window["bytes"] or math.nan),
+            "loss": window["loss"] / targets,
+            **({"bpb": bits} if knows_bytes else {}),
             "lr": config.optim.lr * factor,
             "grad_norm": norms.total,
             "tokens_per_s": rate,

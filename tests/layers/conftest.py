@@ -88,9 +88,15 @@ SOFTMAX: dict[str, dict[str, Any]] = {
     },
     "window, grouped": {"num_heads": 4, "num_kv_heads": 1, "window": 8},
 }
+LINFORMER_CAUSAL: dict[str, dict[str, Any]] = {
+    "block-causal": {"num_heads": 2, "k": 3, "block": 4},
+    "block-causal, grouped": {"num_heads": 4, "num_kv_heads": 2, "k": 2, "block": 3},
+    "block-causal, blocks of 1": {"num_heads": 1, "k": 4, "block": 1, "rotary": False},
+}
 TABLES = {name: {"kind": "linear_attention", **table} for name, table in LINEAR.items()}
 TABLES |= {name: {"kind": "softmax_attention", **table} for name, table in SOFTMAX.items()}
 TABLES |= OTHERS
+TABLES |= {name: {"kind": "linformer_causal", **t} for name, t in LINFORMER_CAUSAL.items()}
 
 
 def make_mixer(table: dict[str, Any], dtype: torch.dtype = torch.float64) -> Mixer:
