@@ -20,6 +20,7 @@ Times are those of this machine, with nothing else running on it.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -169,10 +170,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bits_per_byte(name: str, options: argparse.Namespace) -> float:
-    """Train, go on training, or find the run trained, and read its last evaluation."""
+    """Train, go on training, or find this recipe trained, and read its last evaluation."""
     wanted = build(recipe(name, options))
-    size = f"{name}-{options.layers}x{options.d_model}-{options.tokens}-seed{options.seed}"
-    run = Path(options.runs) / size
+    run = Path(options.runs) / f"{name}-{hashlib.sha256(wanted.to_toml().encode()).hexdigest()[:8]}"
     if (run / CONFIG).exists():
         resume(run, device="cpu")
     else:

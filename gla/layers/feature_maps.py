@@ -10,11 +10,12 @@
 | "favor"      | exp(W y - |y|^2 / 2) / sqrt(F), y = x / rms(x) / K^(1/4)          | 4 K           |
 | "favor_pair" | [exp(W y), exp(-W y)] * exp(-|y|^2 / 2) / sqrt(F)                 | 4 K           |
 | "taylor"     | [1, y, y_i^2 / sqrt(2), y_i y_j (i < j)], y = x / K^(1/4)         | 1 + K(K+3)/2  |
-| "hedgehog"   | softmax([2 U x, -2 U x]), U learned for each head, I at the start | 2 K           |
+| "hedgehog"   | softmax([2 u, -2 u]), u = U x + b learned for each head           | 2 K           |
 | "dpfp"       | r_i r_(i+j), r = [relu(x), relu(-x)], j = 1 ... n                 | 2 K n         |
 
 F is the number of features. phi(q) . phi(k) is above 0 for all q and k, as a normalizer needs it,
-from "elu" to "hedgehog", and at times 0 or below for the rest.
+from "elu" to "hedgehog", and at times 0 or below for the rest. "taylor" comes out in fp32 or wider,
+whatever goes in: its terms cancel, and rounded to bf16 they may leave less than 0.
 
 FAVOR+ (Choromanski et al. 2020, arXiv 2009.14794): the mean over draws of phi(q) . phi(k) is
 exp(y_q . y_k); with y scaled by K^(-1/4) that is exp(q . k / sqrt(K)) for q and k of unit rms. W is
@@ -53,7 +54,7 @@ class FeatureMap(nn.Module):
     """phi of queries and keys alike, without parameters.
 
     Args:
-        function: [..., K] -> [..., F], in the dtype of its input.
+        function: [..., K] -> [..., F].
         num_features: F.
 
     Attributes:
@@ -116,8 +117,8 @@ class RandomFeatures(WideModule):
         return _in_wide(self._phi, q), _in_wide(self._phi, k)
 
     def redraw(self, step: int) -> None:
-        """Draw W again if the training step just made, counted from 1, is one for it."""
-        if self.redraw_every and step % self.redraw_every == 0:
+        """Draw W again if an update after ``step`` updates is to use another draw."""
+        if self.redraw_every and step and step % self.redraw_every == 0:
             self.redraws.fill_(step // self.redraw_every)
             self._draw()
 
@@ -139,9 +140,10 @@ class RandomFeatures(WideModule):
 
 
 def redraw_features(model: nn.Module, step: int) -> None:
-    """Draw anew the random features of a model that are due after training step ``step``, from 1.
+    """Draw anew the random features of a model that are due after ``step`` updates.
 
-    To be called between updates, on every rank: what is drawn follows from seed and step.
+    To be called at the start of an update, on every rank: what is drawn follows from seed and step,
+    and what is evaluated or saved after an update has the features that were trained.
     """
     for module in model.modules():
         if isinstance(module, RandomFeatures):
@@ -164,6 +166,8 @@ class Hedgehog(nn.Module):
         self.num_features = 2 * dim
         self.q_map = nn.Parameter(torch.empty(num_heads, dim, dim))
         self.k_map = nn.Parameter(torch.empty(num_kv_heads, dim, dim))
+        self.q_bias = nn.Parameter(torch.empty(num_heads, dim))
+        self.k_bias = nn.Parameter(torch.empty(num_kv_heads, dim))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -171,14 +175,16 @@ class Hedgehog(nn.Module):
         """Start every map as the identity."""
         for weight in (self.q_map, self.k_map):
             weight.copy_(torch.eye(weight.shape[-1]).expand_as(weight))
+        self.q_bias.zero_()
+        self.k_bias.zero_()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """See ``FeatureMap.forward``."""
-        pairs = ((q, self.q_map), (k, self.k_map))
-        mapped = (2 * torch.einsum("bthk,hfk->bthf", x, weight) for x, weight in pairs)
+        maps = ((q, self.q_map, self.q_bias), (k, self.k_map, self.k_bias))
+        mapped = (torch.einsum("bthk,hfk->bthf", x, w.to(x.dtype)) + b for x, w, b in maps)
         phi_q, phi_k = (
-            _in_wide(lambda y: torch.cat([y, -y], dim=-1).softmax(-1), y).to(q.dtype)
-            for y in mapped
+            _in_wide(lambda u: torch.cat([2 * u, -2 * u], dim=-1).softmax(-1), u).to(q.dtype)
+            for u in mapped
         )
         return phi_q, phi_k
 
@@ -227,7 +233,7 @@ def build_feature_map(
         case "hedgehog":
             return Hedgehog(num_heads, num_kv_heads, dim)
         case "taylor":
-            return FeatureMap(lambda x: _in_wide(taylor, x), 1 + dim * (dim + 3) // 2)
+            return FeatureMap(lambda x: taylor(_wide(x)), 1 + dim * (dim + 3) // 2)
         case "dpfp":
             return FeatureMap(lambda x: dpfp(x, size // (2 * dim)), size)
     return FeatureMap(_PLAIN[name], dim)
@@ -268,7 +274,16 @@ def _unit_rms(x: Tensor) -> Tensor:
 
 def _in_wide(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply in fp32 or wider, and return in the dtype of x."""
-    return function(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+    return function(_wide(x)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    # Not F.elu(x) + 1, which is 0 from x = -17 on in fp32 and from -6.5 on in bf16.
+    return torch.where(x > 0, x + 1, x.clamp_max(0).exp())
 
 
 _PLAIN = cast(
@@ -276,7 +291,7 @@ _PLAIN = cast(
     {
         "identity": lambda x: x,
         "silu": F.silu,
-        "elu": lambda x: F.elu(x) + 1,
+        "elu": _elu_plus_one,
         "relu": lambda x: F.relu(x) + RELU_FLOOR,
         "exp": lambda x: _in_wide(lambda y: torch.exp(_unit_rms(y)), x),
     },

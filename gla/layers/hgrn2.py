@@ -64,8 +64,16 @@ class ForgetGate(WideModule):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, D] -> log f and 1 - f, each [B, T, D], fp32 or wider."""
         bound = (self.layer + self.bound_logits.sigmoid()) / self.layers
-        take = (1 - bound) * torch.sigmoid(-self.proj(x))
-        return torch.log1p(-take), take  # exact where f is near 1; f is above b_l, so above 0
+        logits = self.proj(x)
+        take = (1 - bound) * torch.sigmoid(-logits)
+        keep = bound + (1 - bound) * torch.sigmoid(logits)  # f without cancellation near 0
+        near_one = take < 0.5
+        log_f = torch.where(
+            near_one,
+            torch.log1p(-take.clamp_max(0.5)),  # without cancellation near 1
+            keep.clamp_min(torch.finfo(keep.dtype).tiny).log(),
+        )
+        return log_f, take
 
 
 class HGRN2(DecayRecorder, Mixer[LinearState]):

@@ -197,7 +197,7 @@ class LinearAttention(DecayRecorder, Mixer[LinearAttentionState]):
         o, recurrent = gated_linear_attention(
             q,
             k,
-            v,
+            v.to(q.dtype),  # wider for a feature map that must not be rounded
             log_decay,
             normalize=self.config.normalize,
             initial_state=None if state is None else state.recurrent,
@@ -206,6 +206,7 @@ class LinearAttention(DecayRecorder, Mixer[LinearAttentionState]):
             chunk_size=self.config.chunk_size,
             impl=self.config.impl,
         )
+        o = o.to(v.dtype)
         if self.norm is not None:
             o = self.norm(o)
         o = rearrange(o, "b t h v -> b t (h v)")

@@ -9,7 +9,7 @@ Within a chunk of C tokens let ``b_t = g_1 + ... + g_t`` per key channel. The ch
 
 *Mild tiles.* With the middle of the chunk as reference, ``exp(b_t - b_mid)`` goes to q and its
 reciprocal to k. A tile (one chunk of one head) takes this path only if no channel decays by more
-than ``MILD`` = 24 nats over either half, so no exponent exceeds +24 and nothing is clamped.
+than ``MILD`` = 16 nats over either half, so no exponent exceeds +16 and nothing is clamped.
 
 *Strong tiles* take the exact path, which has no positive exponent at all. A pair (t, s) is handled
 at the one level h = C/2, ..., 2, 1 where t lies in the right and s in the left half of the same
@@ -37,7 +37,8 @@ from torch import Tensor
 
 from gla.ops.memory import Buffers
 
-MILD = 24.0
+MILD = 16.0
+_BLOCK = 8  # tokens whose gates are summed one after another
 
 
 def floor_of(dtype: torch.dtype) -> float:
@@ -76,21 +77,44 @@ class Factors(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _from_middle(N: int, h: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[2N, h, h] matrices that map the gates of N tiles' halves to b_t - b_mid, mid = h - 1.
+def _matrices(N: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What maps the gates of N tiles to b_t - b_mid, by blocks of 8 tokens; mid = C/2 - 1.
 
-    Sums start at the middle, so nothing cancels. They lie there N times because bmm wants them so.
+    Returns:
+        [N * C/8, 8, 8] of sums inside a block (they lie there N times because bmm wants them so),
+        and [C/8, C/8] of sums over the blocks between a block and the middle.
     """
-    later = torch.ones(h, h, dtype=dtype, device=device)
-    return torch.stack((-later.triu(1), later.tril())).repeat(N, 1, 1)
+    ones = torch.ones(_BLOCK, _BLOCK, dtype=dtype, device=device)
+    half = C // (2 * _BLOCK)
+    inside = torch.stack([-ones.triu(1)] * half + [ones.tril()] * half).repeat(N, 1, 1)
+    i, j = torch.arange(2 * half, device=device).unsqueeze(1), torch.arange(2 * half, device=device)
+    right = (j >= half) & (j < i)
+    left = (j < half) & (j > i) & (i < half)
+    return inside, right.to(dtype) - left.to(dtype)
+
+
+def _sums_from_middle(x: Tensor, transpose: bool = False, out: Tensor | None = None) -> Tensor:
+    """The map from gates to b_t - b_mid, or its transpose, of x [N, C, D].
+
+    Sums start at the middle, so nothing cancels, and at most 8 terms and the blocks between are
+    added one after another: 31 small gates after a large one would all round the same way.
+    """
+    N, C, D = x.shape
+    inside, between = _matrices(N, C, x.dtype, x.device)
+    if transpose:
+        inside, between = inside.transpose(1, 2), between.T
+    out = torch.empty_like(x) if out is None else out
+    torch.bmm(inside, x.view(-1, _BLOCK, D), out=out.view(-1, _BLOCK, D))
+    blocks = x.view(N, -1, _BLOCK, D).sum(2)
+    out.view(N, -1, _BLOCK, D).add_(torch.matmul(between, blocks).unsqueeze(2))
+    return out
 
 
 def factors(g: Tensor, work: Buffers) -> Factors:
     """Factors of N tiles from their floored gates g [N, C, D]. to_q and to_k lie in ``work``."""
     N, C, D = g.shape
     x = work("to_q", N, C, D)
-    halved = (2 * N, C // 2, D)
-    torch.bmm(_from_middle(N, C // 2, g.dtype, g.device), g.view(halved), out=x.view(halved))
+    _sums_from_middle(g, out=x)
     each_half = torch.stack((g[:, 0] - x[:, 0], x[:, -1]))  # log-decay of the chunk's halves
     mild = (each_half >= -MILD).all(-1).all(0)
     before, after = decay_of(each_half).unsqueeze(-1)
@@ -228,8 +252,6 @@ def mild_gate_grad(d_exponent: Tensor, d_start: Tensor, d_end: Tensor) -> Tensor
             chunk: S dS and S' dS'. Without them dq, dk and dv stay right and dg is wrong.
     """
     N, C, D = d_exponent.shape
-    h = C // 2
-    M = _from_middle(N, h, d_exponent.dtype, d_exponent.device).transpose(1, 2)
-    dg = torch.bmm(M, d_exponent.view(2 * N, h, D)).view(N, 2, h, D)
-    dg += torch.stack((d_start, d_end), 1).unsqueeze(2)
-    return dg.view(N, C, D)
+    dg = _sums_from_middle(d_exponent, transpose=True)
+    dg.view(N, 2, C // 2, D).add_(torch.stack((d_start, d_end), 1).unsqueeze(2))
+    return dg

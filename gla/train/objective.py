@@ -18,6 +18,7 @@ from gla.data.streams import StreamBatch, Streams
 from gla.data.tokenizer import Tokenizer
 from gla.data.workers import Reader
 from gla.errors import CheckpointError, ConfigError
+from gla.layers.feature_maps import RandomFeatures
 from gla.models.diagnose import diagnose, projection_gradients
 from gla.models.language_model import LanguageModel
 from gla.state import ModelState
@@ -319,7 +320,16 @@ def share_of(config: RunConfig, ranks: Ranks) -> tuple[int, int]:
 
 
 def check_state_is_bounded(model: LanguageModel) -> None:
-    """Raise a ConfigError if a layer's state grows with the text: it cannot be carried for ever."""
+    """Raise a ConfigError if a layer's state cannot be carried for ever.
+
+    It must not grow with the text, nor be made of random features that are drawn again.
+    """
+    for module in model.modules():
+        if isinstance(module, RandomFeatures) and module.redraw_every:
+            raise ConfigError(
+                f"train.carry_state: got true with redraw_every = {module.redraw_every}, expected "
+                "0: a state is of one draw of the random features; fix redraw_every"
+            )
     device = model.embed.weight.device
     with evaluating(model):
         _, after = model.prefill(torch.zeros(1, 2, dtype=torch.int64, device=device))

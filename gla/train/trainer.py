@@ -194,6 +194,7 @@ class Trainer:
         began = time.perf_counter()
         config = self.config
         self._seed()
+        redraw_features(self.model, self.step)
         batches = self.objective.batches(self.step)
         self.clock["waited"] += time.perf_counter() - began
         loss, targets, tokens, size, stop = self.backward(batches)
@@ -213,7 +214,6 @@ class Trainer:
             self._leave_out(run, monitor, batches, loss, norms)
         self.objective.settle(finite)
         self.step += 1
-        redraw_features(self.model, self.step)
         seconds = time.perf_counter() - began
         self.clock["seconds"] += seconds
         self.clock["all_seconds"] += seconds

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import gla
 from gla.layers.feature_maps import (
     POSITIVE,
     RandomFeatures,
@@ -15,6 +16,7 @@ from gla.layers.feature_maps import (
     orthogonal_rows,
     taylor,
 )
+from gla.testing import error, limit
 
 ALL = (
     "identity",
@@ -99,6 +101,28 @@ def test_positive_maps_have_positive_products_and_the_others_do_not():
         assert bool(((phi_q * phi_k).sum(-1) > 0).all()) == (name in POSITIVE), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_elu_keeps_small_values(dtype):
+    """exp(x) for x below 0; as elu(x) + 1 it is 0 from -17 on, in bf16 from -6.5 on."""
+    phi: Any = build_feature_map("elu", 1, 1, 4)
+    x = torch.tensor([-20.0, -6.0, 0.0, 2.0], dtype=dtype).view(1, 1, 1, 4)
+    found = phi(x, x)[0].flatten()
+    wanted = torch.tensor([math.exp(-20), math.exp(-6), 1, 3], dtype=torch.float64).to(dtype)
+    torch.testing.assert_close(found, wanted, atol=0, rtol=0.01)
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_one_token_reads_itself_in_bf16(name):
+    """Of one token the normalized output is its value, whatever the features."""
+    torch.manual_seed(0)
+    phi: Any = build_feature_map(name, 1, 1, 16)
+    size = 1 if name == "hedgehog" else 4  # at 4 it goes below the normalizer's floor in any dtype
+    q, k, v = (size * torch.randn(2000, 1, 1, 16).bfloat16() for _ in range(3))
+    phi_q, phi_k = phi(q, k)
+    o = gla.gated_linear_attention(phi_q, phi_k, v.to(phi_q.dtype), normalize=True).o
+    assert error(o, v) <= limit(torch.bfloat16)
+
+
 def test_dpfp_reads_negative_inputs_and_gives_nothing_negative():
     phi: Any = build_feature_map("dpfp", 1, 1, 2)
     x = torch.tensor([3.0, -2.0]).view(1, 1, 1, 2)
@@ -112,6 +136,10 @@ def test_hedgehog_starts_as_a_softmax_of_both_signs():
     q, k = draw(1, 3, 2, 4).float(), draw(1, 3, 1, 4).float()
     for mapped, x in zip(phi(q, k), (q, k), strict=True):
         torch.testing.assert_close(mapped, torch.cat([2 * x, -2 * x], -1).softmax(-1))
+    phi.q_bias.data[1] = torch.tensor([1.0, 0, 0, -1])
+    moved = q[:, :, 1] + phi.q_bias.data[1]
+    wanted = torch.cat([2 * moved, -2 * moved], -1).softmax(-1)
+    torch.testing.assert_close(phi(q, k)[0][:, :, 1], wanted)
 
 
 class TestRedraws:

@@ -37,6 +37,22 @@ def test_equals_a_loop(make):
     torch.testing.assert_close(layer(x[None])[0][0], wanted, rtol=1e-11, atol=1e-12)
 
 
+def test_bounds_near_zero(make):
+    """f = b + (1 - b) sigmoid(x) down to 2.5e-8: its log and gradients against fp64."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        gate: Any = make({"kind": "hgrn2", "num_heads": 2}).gate.to(dtype)
+        torch.nn.init.constant_(gate.bound_logits, -17.5)
+        torch.nn.init.eye_(gate.proj.weight)
+        x = torch.tensor([-60.0, -17.0, -1.0, 0.0, 3.0, 17.0, 60.0], dtype=dtype)
+        x = x.view(1, 7, 1).repeat(1, 1, 16).requires_grad_()
+        log_f, take = gate(x)
+        grads = torch.autograd.grad(log_f.sum() + take.sum(), [x, gate.bound_logits])
+        found.append([log_f, take, *grads])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=1e-12)
+
+
 def test_later_layers_remember_for_longer():
     config = ModelConfig(d_model=16, vocab_size=8, layers=["hgrn2*4"])
     blocks: Any = LanguageModel(config).blocks

@@ -45,7 +45,8 @@ def features(layer, x, weight):
         squares = [x[i] ** 2 / (2 * K) ** 0.5 for i in range(K)]
         return torch.stack([torch.ones_like(x[0]), *(x / K**0.25), *squares, *pairs])
     if name == "hedgehog":
-        return torch.cat([2 * weight @ x, -2 * weight @ x]).softmax(0)
+        u = weight[0] @ x + weight[1]
+        return torch.cat([2 * u, -2 * u]).softmax(0)
     assert name == "dpfp"
     r = [max(v, 0.0) for v in x.tolist()] + [max(-v, 0.0) for v in x.tolist()]
     shifts = layer.num_features // (2 * K)
@@ -84,7 +85,11 @@ def loop(layer, x):
         logits = F.linear(layer.gate.down(x), layer.gate.up.weight, layer.gate.up.bias)
     elif config.gate == "head":
         logits = layer.gate.proj(x)
-    q_maps, k_maps = (getattr(layer.feature_map, f"{n}_map", [None] * H) for n in "qk")
+    q_maps, k_maps = [None] * H, [None] * G
+    if config.feature_map == "hedgehog":
+        phi = layer.feature_map
+        q_maps = list(zip(phi.q_map, phi.q_bias, strict=True))
+        k_maps = list(zip(phi.k_map, phi.k_bias, strict=True))
     rows = []
     S = torch.zeros(H, layer.num_features, V, dtype=x.dtype)
     z = torch.zeros(H, layer.num_features, dtype=x.dtype)

@@ -33,9 +33,11 @@ GROWING = {"softmax", "bigbird", "reformer"}
 
 
 def small(name: str) -> dict[str, Any]:
-    """The table of a preset with two heads and with sizes that 21 tokens reach."""
+    """The table of a preset with two heads and with sizes that 21 tokens reach, chunks too."""
     table = presets()[name] | {"num_heads": 2}
     config = mixer_config(table)
+    if hasattr(config, "chunk_size"):
+        table["chunk_size"] = 16
     cut = {key: size for key, size in SMALL.items() if (getattr(config, key, None) or 0) > size}
     return table | cut
 
@@ -101,7 +103,8 @@ class TestCausality:
         """Exactly 0; the chunked form gets a gate's gradient from sums that cancel to rounding."""
         weights = noise(T, D, seed=2)
         on_the_op = hasattr(mixer_config(small(name)), "impl")
-        forms: list[dict[str, Any]] = [{}, {"impl": "recurrent"}] if on_the_op else [{}]
+        exact = {"impl": "recurrent", "chunk_size": None}
+        forms: list[dict[str, Any]] = [{}, exact] if on_the_op else [{}]
         for options in forms:
             layer = make_mixer(name, **options)
 

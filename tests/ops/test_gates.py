@@ -33,6 +33,19 @@ def test_every_level_per_head(impl: str, level: float, gate: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("spike", [-23.6, -15.9, -7.9, -3.9])
+@pytest.mark.parametrize("base", [-1e-4, -5e-3])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_equal_gates_after_a_spike(impl: str, spike: float, base: float, gate: str) -> None:
+    """Sums of gates whose roundings all have one sign."""
+    inputs = make_inputs(1, 256, 2, 32, 48, gate=gate, level=base)
+    assert inputs.log_decay is not None
+    for every in (32, 64):
+        inputs.log_decay[:, every // 2 :: every] = spike
+        check(inputs, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("level", [-1e-4, -6.0, -20.0, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gate_dtype", [None, torch.float32], ids=str)

@@ -66,7 +66,7 @@ def _long_case(tokens: int, gate: str, dtype: torch.dtype) -> tuple[Inputs, Eval
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", LONG)
-@pytest.mark.parametrize("gate", ["none", "channel"])
+@pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_long_sequences(tokens: int, gate: str, dtype: torch.dtype, impl: str) -> None:
