@@ -204,7 +204,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--presets", nargs="+", help="default: all that a language model takes")
     parser.add_argument("--d-model", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--state-lengths", type=int, nargs="+", default=[1024, 65536])
     parser.add_argument("--train-lengths", type=int, nargs="+", default=[512, 4096])
