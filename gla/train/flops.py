@@ -46,7 +46,9 @@ def flops_per_token(model: nn.Module, seq_len: int) -> dict[str, float]:
         seq_len: Tokens of a row: layers of softmax attention read what stands before a token.
 
     Returns:
-        ``blocks.N.mixer``, ``blocks.N.mlp`` and ``head`` (or further parts), with their sums.
+        ``blocks.N.mixer``, ``blocks.N.mlp`` and ``head`` (or further parts), with their sums. Of a
+        mixer that is neither softmax attention nor has a matrix state, and that does not tell
+        ``mixing_flops(seq_len)``, only the linear maps are counted.
     """
     counts: dict[str, float] = {}
     for name, module in model.named_modules():
