@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Each worker of pytest-xdist gets one thread: more would fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 .PHONY: install demo test lint format clean
 install: .venv/installed

@@ -17,6 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gla import storage
 from gla.train.config import build
 
+# One worker for all: the kills are made once, by a fixture of the module.
+pytestmark = pytest.mark.xdist_group("kills")
+
 DRIVER = Path(__file__).with_name("kill_driver.py")
 ROOT = Path(__file__).parents[2]
 STEPS = 12
