@@ -44,7 +44,7 @@ def test_workers_read_what_the_process_itself_reads(make_split: Split) -> None:
             for step in range(20, 40):
                 shared(step)
         assert time.perf_counter() - began < 10
-        worker.join(5)
+        worker.join(60)
         assert not worker.is_alive()
 
 
