@@ -17,6 +17,7 @@ from torch import Tensor, nn
 # Rows up to which the integer product, which reads the weights once and packs nothing, is faster
 # than widening the weights first; measured on two cores with AVX-512.
 _FEW_ROWS = 16
+_MULTIPLE = 32  # of inputs and outputs: the integer product reads past the end of others
 
 
 class Int8Linear(nn.Module):
@@ -27,8 +28,8 @@ class Int8Linear(nn.Module):
         bias: [O] or None.
 
     Attributes:
-        weight: [O, I] int8.
-        scale: [O] bf16.
+        weight: [O', I] int8, O' ≥ O a multiple of 32; the rows from O on are 0.
+        scale: [O'] bf16.
         bias: [O] or None.
     """
 
@@ -38,7 +39,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        wide = weight.detach().float()
+        self.out_features = weight.shape[0]
+        wide = F.pad(weight.detach().float(), (0, 0, 0, -weight.shape[0] % _MULTIPLE))
         # Rounded first, so that its rounding is no error of its own.
         scale = (wide.abs().amax(1) / 127).bfloat16()
         divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
@@ -50,11 +52,11 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] -> y [..., O]."""
         rows = x.reshape(-1, x.shape[-1])
-        few = rows.shape[0] <= _FEW_ROWS and x.device.type == "cpu" and x.dtype == torch.bfloat16
-        if few:
-            y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
-            y = y if self.bias is None else y + self.bias
+        fits = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[-1] % _MULTIPLE == 0
+        if fits and 0 < rows.shape[0] <= _FEW_ROWS:
+            y = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
         else:
-            weight = self.weight.to(x.dtype) * self.scale.to(x.dtype).unsqueeze(1)
-            y = F.linear(rows, weight, self.bias)
-        return y.view(*x.shape[:-1], -1)
+            y = F.linear(rows, self.weight.to(x.dtype) * self.scale.to(x.dtype).unsqueeze(1))
+        y = y[:, : self.out_features]
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], -1)

@@ -326,7 +326,8 @@ class Session:
                     f"{path}: got the state of {what} {str(got)[:16]}, expected {expected[:16]}; "
                     "fix by loading it with the run, checkpoint and weights that wrote it"
                 )
-        self._state = loaded
+        # Copied to where tensors usually stand in memory: the order of sums may depend on it.
+        self._state = state.map_tensors(loaded, torch.clone)
         self._waiting = metadata["waiting"]
         self._undecoded = bytes.fromhex(metadata["undecoded"])
         self._unfinished = bytes.fromhex(metadata["unfinished"])
