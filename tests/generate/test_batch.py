@@ -27,6 +27,11 @@ def root(tokenizer):
     return session
 
 
+def text_of(token):
+    assert token is not None
+    return token.text
+
+
 def alone(root, prompt, request):
     session = root.fork()
     session.read(prompt)
@@ -73,7 +78,7 @@ def test_rows_come_and_go_and_equal_each_alone(root):
             row = batch.join(session, request)
             jobs[row], texts[row] = (prompt, request), ""
         for row, token in batch.step():
-            texts[row] += token.text
+            texts[row] += text_of(token)
     assert len(jobs) == 14
     for row, (prompt, request) in jobs.items():
         text, session = alone(root, prompt, request)
@@ -87,7 +92,9 @@ def test_a_row_that_leaves_early_goes_on_alone(root):
     request = Request(20, Sampling(0))
     batch = Batch()
     rows = [batch.join(session, request) for session in read_together(root, PROMPTS[:3])]
-    text = "".join(token.text for _ in range(6) for row, token in batch.step() if row is rows[1])
+    text = "".join(
+        text_of(token) for _ in range(6) for row, token in batch.step() if row is rows[1]
+    )
     batch.leave([rows[1]])
     assert batch.rows == [rows[0], rows[2]]
     text += "".join(rows[1].session.generate(14, temperature=0))
@@ -100,7 +107,7 @@ def test_selected_rows_equal_reading_them_again(root):
     for session in read_together(root, PROMPTS[:3]):
         batch.join(session, request)
     first = [batch.step() for _ in range(5)]
-    texts = ["".join(step[i].token.text for step in first) for i in range(3)]
+    texts = ["".join(text_of(step[i].token) for step in first) for i in range(3)]
     rows = list(batch.rows)
     batch.select([2, 0, 2])
     assert batch.rows[:2] == [rows[2], rows[0]] and batch.rows[2] not in rows
@@ -108,7 +115,7 @@ def test_selected_rows_equal_reading_them_again(root):
     written = {row: "" for row in batch.rows}
     while batch.rows:
         for row, token in batch.step():
-            written[row] += token.text
+            written[row] += text_of(token)
     got = [texts[i] + text for i, text in zip((2, 0, 2), written.values(), strict=True)]
     want = [alone(root, PROMPTS[i], request)[0] for i in (2, 0, 2)]
     assert got == want
