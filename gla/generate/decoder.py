@@ -54,7 +54,9 @@ class Decoder:
         """``LanguageModel.prefill`` of tokens on any device; the given state stays as it was."""
         piece = max(64, PREFILL_TOKENS // max(1, tokens.shape[0]))
         mask = None if mask is None else mask.to(self.device)
-        return self.model.prefill(tokens.to(self.device), state, mask, piece)
+        logits, after = self.model.prefill(tokens.to(self.device), state, mask, piece)
+        # A graph is compiled for each layout in memory: let there be one.
+        return logits, states.map_tensors(after, torch.Tensor.contiguous)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
