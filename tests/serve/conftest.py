@@ -65,11 +65,17 @@ class Address:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     words = "the state forgets slowly while each key writes its value Grüße 漢字 😀 ".split()
     text = " ".join(words[i * i % len(words)] for i in range(3000)) + "\n"
-    return Tokenizer.train(iter([Document("text", text)]), 300, folder)
+    Tokenizer.train(iter([Document("text", text)]), 300, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_dir)
 
 
 @pytest.fixture(scope="session")
