@@ -223,7 +223,7 @@ class Scheduler:
         if job in self._reading:
             self._reading.remove(job)
         job.finish, job.error = finish, error
-        if error is None and job.done is not None and job.session is not None:
+        if error is None and job.done and job.session and not job.cancelled:
             try:
                 job.done(job.session)
             except (Refusal, ConfigError) as reason:
