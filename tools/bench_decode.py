@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +67,7 @@ def bench_steps(model: LanguageModel, names: list[str], seconds: float) -> dict[
         began = time.perf_counter()
         for _ in range(3):
             state = decoder.step(token, state)[1]
-        print(f"{name}: first steps {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"{name}: first steps {time.perf_counter() - began:.1f} s", file=sys.stderr)
         steps[name] = (token, state, [])
     bandwidth, end = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -134,26 +135,22 @@ def main() -> None:
     )
     model = LanguageModel(config).eval()
     steps = bench_steps(model, options.only or list(VARIANTS), options.seconds)
-    figures = {
-        "threads": options.threads,
-        "parameters": model.num_parameters(),
-        **steps,
-        "reading": bench_prefill(model, options.seconds),
-    }
+    head = {"threads": options.threads, "parameters": model.num_parameters()}
+    if not options.json:
+        bandwidth = steps["read_bytes_per_s"] / 1e9
+        print(f"{head['parameters']:,} parameters, {options.threads} threads, {bandwidth:.1f} GB/s")
+        titles = ("MB", "floor ms", "best ms", "median", "ratio")
+        print(f"{'step of one row':16}" + "".join(f"{title:>10}" for title in titles))
+        for name, row in steps["rows"].items():
+            print(
+                f"{name:16}{row['weight_bytes'] / 1e6:10.1f}{row['floor_ms']:10.2f}"
+                f"{row['best_ms']:10.2f}{row['median_ms']:10.2f}{row['best_over_floor']:10.2f}",
+                flush=True,
+            )
+    reading = bench_prefill(model, options.seconds)
     if options.json:
-        print(json.dumps(figures, indent=2))
+        print(json.dumps({**head, **steps, "reading": reading}, indent=2))
         return
-    print(f"{figures['parameters']:,} parameters, {options.threads} threads, reads at "
-          f"{steps['read_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
-    print(
-        f"{'step of one row':16}{'MB':>8}{'floor ms':>10}{'best ms':>10}{'median':>10}{'ratio':>8}"
-    )
-    for name, row in steps["rows"].items():
-        print(
-            f"{name:16}{row['weight_bytes'] / 1e6:10.1f}{row['floor_ms']:10.2f}"
-            f"{row['best_ms']:10.2f}{row['median_ms']:10.2f}{row['best_over_floor']:10.2f}"
-        )
-    reading = figures["reading"]
     print(
         f"prefill {reading['prefill_tokens_per_s']:,.0f} tokens/s, training forward "
         f"{reading['training_forward_tokens_per_s']:,.0f}, ratio {reading['ratio']:.2f}"
