@@ -73,6 +73,29 @@ def select(state: State, rows: Tensor | Sequence[int]) -> State:
     return map_tensors(state, lambda x: x.index_select(0, index.to(x.device)))
 
 
+def concatenate(states: Sequence[State]) -> State:
+    """Return one state of all sequences of the given ones, copied, in their order.
+
+    Where caches differ in capacity, the smaller ones get room at the end.
+
+    Args:
+        states: at least one, all of the same model.
+    """
+    columns = zip(*([x for _, x in named_tensors(state)] for state in states), strict=True)
+    joined = (torch.cat(_equal_sizes(column)) for column in columns)
+    return map_tensors(states[0], lambda x: next(joined))
+
+
+def _equal_sizes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Pad tensors with zeros at the end, in all dimensions but the first, to the largest size."""
+    largest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in tensors), strict=True)]
+    padded = []
+    for x in tensors:
+        pad = [n for size, have in zip(largest, x.shape[1:], strict=True) for n in (size - have, 0)]
+        padded.append(torch.nn.functional.pad(x, pad[::-1]) if any(pad) else x)
+    return padded
+
+
 def nbytes(state: tuple) -> int:
     """Bytes that the tensors of a state take."""
     return sum(x.numel() * x.element_size() for _, x in named_tensors(state))

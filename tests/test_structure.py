@@ -28,11 +28,21 @@ TIERS = {
     "models": 5,
     "data": 5,
     "generate": 6,
+    "serve": 7,
     "train": 7,
     "compare": 7,
     "cli": 8,
 }
-HEAVY = ("torch", "triton", "transformers", "datasets", "tensorboard", "numpy", "pydantic")
+HEAVY = (
+    "torch",
+    "triton",
+    "transformers",
+    "datasets",
+    "tensorboard",
+    "numpy",
+    "pydantic",
+    "aiohttp",
+)
 NOT_BY_IMPORT_GLA = ("triton", "gla_kernels", "transformers", "datasets", "tensorboard")
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "report": "one page about a run: curves, figures, samples (HTML and PNG)",
     "inspect": "look into a run's model: gates, states, rank of attention; tables and plots",
     "generate": "continue a prompt with a run's model",
+    "serve": "completions over HTTP, named states, and a page to try it",
 }
 INTERRUPTED = 130
 READER_GONE = 141  # what a shell reports for a program ended by SIGPIPE

@@ -174,10 +174,15 @@ class Tokenizer:
             ) from None
 
     def settled(self, text: str) -> int:
-        """Return how many characters of a text, from its start, keep their ids whatever follows."""
-        # Where a word ends depends on two characters after it at most (a run of spaces on both).
+        """Return how many characters of a text, from its start, keep their ids whatever follows.
+
+        They have these ids by themselves too.
+        """
+        # Where a word ends depends on two characters after it at most (a run of spaces on both),
+        # and a run of spaces ends elsewhere if it is cut off.
         ends = (word.end() for word in WORD.finditer(text))
-        return max((end for end in ends if end < len(text) - 1), default=0)
+        settled = (end for end in ends if end < len(text) - 1 and text[end - 1 : end + 1] != "  ")
+        return max(settled, default=0)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids. Control ids stand for nothing.

@@ -11,6 +11,21 @@ from torch import Tensor, nn
 INIT_STD = 0.02
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I], weight [O, I], bias [O] -> [..., O].
+
+    A compiled graph gets the product with one row, of a decoded token on a CPU, as sums that the
+    compiler makes one loop on all cores; the libraries' own product uses one of them.
+    """
+    one_row = x.numel() == x.shape[-1] and x.device.type == "cpu"
+    if not (one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()):
+        return F.linear(x, weight, bias)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = (weight.to(wide) * x.reshape(1, -1).to(wide)).sum(-1)
+    y = y if bias is None else y + bias.to(wide)
+    return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
 class Linear(nn.Linear):
     """``nn.Linear`` whose weights start as N(0, 0.02^2) and biases at 0.
 
@@ -25,6 +40,10 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=INIT_STD)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return linear(input, self.weight, self.bias)
 
 
 class WideModule(nn.Module):

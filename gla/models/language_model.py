@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gla.errors import ConfigError
 from gla.layers.feed_forward import SwiGLU
-from gla.layers.linear import INIT_STD, Linear
+from gla.layers.linear import INIT_STD, Linear, linear
 from gla.layers.mixer import Mixer, build_mixer
 from gla.layers.norms import RMSNorm
 from gla.models.config import ModelConfig
@@ -316,7 +316,7 @@ class LanguageModel(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def _logits(self, h: Tensor) -> Tensor:
-        return F.linear(h, self._head_weight)
+        return linear(h, self.embed.weight) if self.head is None else self.head(h)
 
     def _hidden(
         self,

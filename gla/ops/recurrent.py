@@ -34,7 +34,27 @@ def recurrent(
     Returns:
         o [B, T, H, V] in v's dtype, S_T [N, H, K, V] fp32 or wider.
     """
+    if q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+        return _one_token(q, k, v, log_decay, state, scale)
     return torch.ops.gla.recurrent(q, k, v, log_decay, state, cu_seqlens, scale)
+
+
+def _one_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Decoding, in operations that a compiler can fuse with those around it."""
+    qw, kw, vw, gate = _widened(q, k, v, log_decay)
+    # Contiguous, so that sums have one order wherever the state comes from.
+    S = _initial(q, v, None, None) if state is None else state.contiguous()
+    S = _step(S, kw[:, 0], vw[:, 0], None if gate is None else gate[:, 0])
+    # A sum of products, and no matmul, which autocast would round.
+    o = (qw[:, 0].unsqueeze(-1) * S).sum(-2) * scale
+    return o.unsqueeze(1).to(v.dtype), S
 
 
 def _sequences(T: int, rows: int, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:

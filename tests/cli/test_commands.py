@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
+import re
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import torch
 from gla.cli import recipes
 from gla.cli.demo import next_run
 from gla.cli.main import main
+from gla.models.language_model import LanguageModel
 
 RECIPE = """
 [model]
@@ -219,6 +225,86 @@ def test_generate_refuses_a_prompt_file_that_is_no_text(
     assert "offset 2" in output_of(
         capsys, "generate", run, "--prompt-file", str(tmp_path / "x"), code=3
     )
+
+
+def test_generate_goes_on_from_a_saved_state(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--max-new-tokens", "9", "--temperature", "0", "--device", "cpu"]
+    whole = output_of(capsys, "generate", run, "--prompt", "the state forgets", *options)
+    state = str(tmp_path / "book.state")
+    (tmp_path / "book.txt").write_bytes(b"\xef\xbb\xbfthe state")
+    reading = ["generate", run, "--prompt-file", str(tmp_path / "book.txt"), "--state-out", state]
+    assert main([*reading, "--max-new-tokens", "0"]) == 0
+    assert re.search(r"^read .*book.txt: \d+ tokens, [\d,]+/s$", capsys.readouterr().err, re.M)
+    going_on = ["generate", run, "--state-in", state]
+    assert "the state" + output_of(capsys, *going_on, "--prompt", " forgets", *options) == whole
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" forgets")))
+    assert "the state forgets" + output_of(capsys, *going_on, "--stdin", *options) == whole
+    assert "weights" in output_of(capsys, *going_on, "--weights", "bf16", code=4)
+    assert "weights" in output_of(capsys, "generate", run, "--weights", "fp8", code=2)
+
+
+def test_generate_stops_before_a_stop_string(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt", "the", "--temperature", "0", "--max-new-tokens", "30"]
+    whole = output_of(capsys, "generate", run, *options)
+    stop = whole[20:23]
+    cut = output_of(capsys, "generate", run, *options, "--stop", "never there", stop)
+    assert cut == whole[: whole.index(stop, 3)] + "\n"
+
+
+def test_a_conversation_forks_saves_and_rewinds(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = f"""the state
+/fork other
+while each
+/rewind
+/rewind 7
+while each
+/save {tmp_path / "talk.state"}
+/fork main
+while each
+/what
+"""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    options = ["--temperature", "0", "--max-new-tokens", "5"]
+    assert main(["generate", run, "--interactive", *options]) == 0
+    shown = capsys.readouterr()
+    notes = shown.err.splitlines()
+    assert notes[0].startswith("made branch other, at token ")
+    assert notes[1].startswith("rewound 1 turns") and "got 7, expected 1 to 1 turns" in notes[2]
+    assert "talk.state" in notes[3] and notes[4].startswith("in branch main")
+    assert notes[5].startswith("/what: got an unknown command")
+    text = shown.out
+    first = output_of(capsys, "generate", run, "--prompt", "the state\n", *options)
+    assert text.startswith(first.removeprefix("the state\n"))
+    turn = text.removeprefix(first.removeprefix("the state\n"))
+    assert turn == turn[: len(turn) // 3] * 3  # three times from the same place
+    assert (tmp_path / "talk.state").exists()
+
+
+def test_ctrl_c_keeps_what_was_written(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = output_of(capsys, "generate", run, "--prompt", "the", "--temperature", "0")
+    step, steps = LanguageModel.decode_step, []
+
+    def interrupt(self: LanguageModel, *given: Any) -> Any:
+        steps.append(given)
+        if len(steps) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *given)
+
+    monkeypatch.setattr(LanguageModel, "decode_step", interrupt)
+    state = str(tmp_path / "state")
+    options = ["--prompt", "the", "--temperature", "0", "--state-out", state]
+    capsys.readouterr()
+    assert main(["generate", run, *options]) == 130
+    partial = capsys.readouterr().out.rstrip("\n")
+    assert len(steps) == 7 and "the" < partial < whole and whole.startswith(partial)
+    rest = ["--temperature", "0", "--max-new-tokens", "193"]
+    assert partial + output_of(capsys, "generate", run, "--state-in", state, *rest) == whole
 
 
 def test_demo_from_text_to_table(

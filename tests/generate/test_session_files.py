@@ -8,10 +8,11 @@ import shutil
 import pytest
 import torch
 
-import gla.generate.session as session_module
+import gla.generate.writer as writer_module
 from gla.data.corpus import Document
 from gla.data.tokenizer import Tokenizer
 from gla.errors import CheckpointError, DataError, StateError
+from gla.generate.decoder import Decoder
 from gla.generate.session import Session
 
 from .conftest import make_model, training_text
@@ -61,7 +62,7 @@ def test_saving_changes_nothing_and_a_loaded_session_saves_the_same(saved, run, 
 
 def test_an_unfinished_character_is_kept(run, tokenizer, tmp_path, monkeypatch):
     ids = iter([tokenizer._byte_ids[byte] for byte in "😀".encode()])
-    monkeypatch.setattr(session_module, "sample", lambda *_: torch.tensor([next(ids)]))
+    monkeypatch.setattr(writer_module, "sample", lambda *_: torch.tensor([next(ids)]))
     session = Session.open(run)
     assert list(session.generate(3)) == []
     session.save(tmp_path / "s")
@@ -131,7 +132,7 @@ def test_another_tokenizer_is_refused(saved, run):
 
 def test_another_dtype_is_refused(run, model, tokenizer, tmp_path, monkeypatch):
     Session(make_model().to(torch.float64), tokenizer).save(tmp_path / "wide")
-    monkeypatch.setattr(session_module, "_fingerprint", lambda model: "equal")
+    monkeypatch.setattr(Decoder, "fingerprint", lambda self: "equal")
     with pytest.raises(StateError, match="got the state of"):
         Session.load(tmp_path / "wide", run)
 

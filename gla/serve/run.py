@@ -1,0 +1,77 @@
+"""A server from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+from pathlib import Path
+
+from aiohttp import web
+
+from gla.errors import ConfigError
+from gla.generate.session import Session
+from gla.serve.app import Server
+from gla.serve.limits import Limits
+from gla.serve.states import StateStore
+
+
+def serve_forever(
+    session: Session, name: str, states: Path, limits: Limits, host: str, port: int
+) -> None:
+    """Serve until SIGINT or SIGTERM; then let requests end, save all states, and return.
+
+    Prints one line with the address once it is open.
+
+    Args:
+        session: at the begin mark.
+        name: of the model.
+        states: folder of the named states.
+        limits: what to take on.
+        host: address to listen on.
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    asyncio.run(_serve(session, name, states, limits, host, port))
+
+
+async def _serve(
+    session: Session, name: str, states: Path, limits: Limits, host: str, port: int
+) -> None:
+    store = StateStore(states, session, limits)
+    server = Server(session, name, store, limits, local=_is_local(host))
+    runner = web.AppRunner(
+        server.application(),
+        handler_cancellation=True,  # a client that leaves ends its jobs
+        shutdown_timeout=limits.grace + 5,
+        access_log=None,
+    )
+    await runner.setup()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as reason:
+            raise ConfigError(
+                f"host, port: got {host}:{port}, which cannot be opened ({reason.strerror}), "
+                "expected a free address of this machine; fix with --port"
+            ) from None
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {name} on http://{shown}:{runner.addresses[0][1]}", flush=True)
+        await stop.wait()
+        print("stopping: running requests end, states are saved", flush=True)
+    finally:
+        await runner.cleanup()
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,139 @@
+"""Compiled steps and narrow weights: the same text, states that stay in place, honest refusals."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from gla import state
+from gla.errors import ConfigError
+from gla.generate.decoder import Decoder, narrow
+from gla.generate.int8 import Int8Linear
+from gla.generate.session import Session
+from gla.layers.linear import WideModule, linear
+
+from .conftest import CONFIG, make_model
+
+CONSTANT = CONFIG.replace(', "softmax"', "")
+SMALL = CONFIG.replace('"short", "softmax"', "").replace('"near", ', '"near"')
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 64), (7, 5), (100, 320)])
+def test_an_int8_product_is_close_to_the_exact_one(rows, inputs, outputs):
+    torch.manual_seed(0)
+    weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
+    want = x @ weight.T
+    layer = Int8Linear(weight, torch.ones(outputs))
+    for dtype, limit in ((torch.float32, 0.01), (torch.bfloat16, 0.015)):
+        got = layer.to(dtype)(x.to(dtype)).float() - 1
+        assert (got - want).square().mean().sqrt() / want.square().mean().sqrt() < limit
+
+
+def test_int8_rounds_each_row_by_its_own_scale():
+    weight = torch.tensor([[127.0, -127, 1, 0], [0.5, 0.25, 0, 0], [0, 0, 0, 0]])
+    layer = Int8Linear(weight, None)
+    assert (
+        layer.weight[0].tolist() == [127, -127, 1, 0]
+        and layer.weight[2].tolist() == [0] * 4
+        and layer.scale.shape == (32,)
+    )
+    torch.testing.assert_close(layer(torch.eye(4)).T, weight, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_narrow_weights_change_little(tokenizer, weights, tied):
+    config = CONFIG.replace("[model]\n", f"[model]\ntie_embeddings = {str(tied).lower()}\n")
+    exact = Session(make_model(config=config), tokenizer)
+    session = Session(narrow(make_model(config=config), weights), tokenizer)
+    text = "abc de fgh " * 30
+    assert session.score(text).loss == pytest.approx(exact.score(text).loss, rel=0.03)
+    assert session._state.model.layers[0].recurrent.S.dtype == torch.float32  # pyright: ignore
+    linears = [m for m in session._decoder.model.modules() if isinstance(m, torch.nn.Linear)]
+    wide = [isinstance(m, WideModule) for m in linears]
+    assert all(m.weight.dtype == torch.float32 for m in linears if isinstance(m, WideModule))
+    assert all(wide) if weights == "int8" else not all(wide)
+    assert "".join(session.generate(20, temperature=0))
+
+
+def test_one_row_of_a_compiled_graph_is_the_same_product():
+    torch.manual_seed(0)
+    weight, bias = torch.randn(40, 33), torch.randn(40)
+    compiled = torch.compile(linear, backend="eager", fullgraph=True)
+    for shape in ((33,), (1, 33), (1, 1, 33), (3, 33)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, weight, bias), linear(x, weight, bias))
+
+
+def test_a_compiled_step_writes_over_its_state(tokenizer, monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))
+    torch.compiler.reset()
+    model = make_model(config=SMALL)
+    plain, compiled = Decoder(model), Decoder(model, compiled=True)
+    for rows in (1, 3):
+        ours, theirs = model.init_state(rows), model.init_state(rows)
+        places = [x.data_ptr() for _, x in state.named_tensors(theirs)]
+        for i in range(8):
+            tokens = torch.arange(rows) + i
+            want, ours = plain.step(tokens, ours)
+            got, theirs = compiled.step(tokens, theirs)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert [x.data_ptr() for _, x in state.named_tensors(theirs)] == places
+        for (_, a), (_, b) in zip(
+            state.named_tensors(ours), state.named_tensors(theirs), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_marks_and_forks_survive_compiled_steps(tokenizer, monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))
+    model = make_model(config=SMALL)
+    session = Session(model, tokenizer, compiled=True)
+    session.read("abc de ")
+    mark, fork = session.mark(), session.fork()
+    first = "".join(session.generate(15, temperature=0))
+    assert "".join(fork.generate(15, temperature=0)) == first
+    session.rewind(mark)
+    assert "".join(session.generate(15, temperature=0)) == first
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_the_compiler_of_the_cpu_gives_the_same(tokenizer, weights):
+    torch.compiler.reset()
+    model = narrow(make_model(config=CONSTANT), weights)
+    plain, compiled = Decoder(model), Decoder(model, compiled=True)
+    limit = 1e-4 if weights == "fp32" else 0.1
+    for rows in (1, 3):
+        ours, theirs = model.init_state(rows), model.init_state(rows)
+        for i in range(8):
+            want, ours = plain.step(torch.arange(rows) + i, ours)
+            got, theirs = compiled.step(torch.arange(rows) + i, theirs)
+            torch.testing.assert_close(got, want, rtol=limit, atol=limit * float(want.std()))
+
+
+def test_a_state_that_grows_is_not_compiled(tokenizer):
+    with pytest.raises(ConfigError, match=r"^compile: got the layer 'softmax', whose state grows"):
+        Session(make_model(), tokenizer, compiled=True)
+
+
+def test_unknown_weights_are_refused():
+    with pytest.raises(ConfigError, match=r"^weights: got 'fp8', expected one of fp32, bf16, int8"):
+        narrow(make_model(), "fp8")
+
+
+def test_the_fingerprint_follows_the_weights(tokenizer):
+    model = make_model()
+    decoder = Decoder(model)
+    first = decoder.fingerprint()
+    assert decoder.fingerprint() == first == Decoder(make_model()).fingerprint()
+    with torch.no_grad():
+        model.norm.weight[0] += 1
+    assert decoder.fingerprint() != first
