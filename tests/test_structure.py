@@ -30,8 +30,8 @@ TIERS = {
     "generate": 6,
     "serve": 7,
     "train": 7,
-    "compare": 7,
-    "cli": 8,
+    "compare": 8,
+    "cli": 9,
 }
 HEAVY = (
     "torch",

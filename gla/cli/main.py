@@ -28,6 +28,8 @@ COMMANDS = {
     "eval": "loss, bits per byte, accuracy of a run on its validation split",
     "report": "one page about a run: curves, figures, samples (HTML and PNG)",
     "inspect": "look into a run's model: gates, states, rank of attention; tables and plots",
+    "compare": "variants x tasks x seeds from a suite, with intervals and a report",
+    "bench": "time and memory over length; the tables of two articles, measured here",
     "generate": "continue a prompt with a run's model",
     "serve": "completions over HTTP, named states, and a page to try it",
 }

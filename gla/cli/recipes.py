@@ -10,16 +10,16 @@ import gla
 from gla.errors import ConfigError
 
 
-def shipped() -> dict[str, Path]:
-    """Return {name: path} of the recipes that came with this gla."""
+def shipped(folder: str = "recipes") -> dict[str, Path]:
+    """Return {name: path} of what came with this gla: "recipes" or "recipes/suites"."""
     root = Path(gla.__file__).resolve().parents[1]
     if (root / "pyproject.toml").is_file():
-        found = list(root.glob("recipes/*.toml"))
+        found = list(root.glob(f"{folder}/*.toml"))
     else:
-        files = [f for f in metadata.files("gla") or [] if f.match("gla/recipes/*.toml")]
+        files = [f for f in metadata.files("gla") or [] if f.match(f"gla/{folder}/*.toml")]
         found = [path for f in files if (path := Path(str(f.locate()))).is_file()]
         # "pip install --target" records another place than the one it copies to.
-        found = found or list(root.glob("share/gla/recipes/*.toml"))
+        found = found or list(root.glob(f"share/gla/{folder}/*.toml"))
     return {path.stem: path.resolve() for path in sorted(found)}
 
 
@@ -29,11 +29,24 @@ def find(recipe: str) -> Path:
     Raises:
         ConfigError: Neither.
     """
-    if Path(recipe).is_file():
-        return Path(recipe)
-    known = shipped()
-    if recipe in known:
-        return known[recipe]
-    near = difflib.get_close_matches(Path(recipe).stem, known, n=1)
+    return _find(recipe, "RECIPE", "recipes")
+
+
+def find_suite(suite: str) -> Path:
+    """Return the file of a suite for ``gla compare``, as ``find`` does for a recipe.
+
+    Raises:
+        ConfigError: Neither a file nor a name.
+    """
+    return _find(suite, "SUITE", "recipes/suites")
+
+
+def _find(name: str, what: str, folder: str) -> Path:
+    if Path(name).is_file():
+        return Path(name)
+    known = shipped(folder)
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(Path(name).stem, known, n=1)
     wanted = repr(near[0]) if near else ", ".join(known)
-    raise ConfigError(f"RECIPE: got {recipe!r}, expected a TOML file or {wanted}; fix the name")
+    raise ConfigError(f"{what}: got {name!r}, expected a TOML file or {wanted}; fix the name")

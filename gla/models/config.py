@@ -94,7 +94,8 @@ class ModelConfig(BaseModel):
             "name*count", "(name*count, name)*count"; see ``gla.models.pattern``.
         mixers: {name: table}; a table has a ``kind`` and the options of that kind. Presets that
             ``layers`` names are filled in, so that a written config says all of it.
-        mlp_ratio: width inside the SwiGLU over d_model, rounded up to a multiple of 32.
+        mlp_ratio: width inside the SwiGLU over d_model, rounded up to a multiple of 32; 0: no
+            feed-forward layers.
         tie_embeddings: whether the head shares its weight with the embedding.
         norm_eps: of the RMSNorms between blocks.
 
@@ -108,7 +109,7 @@ class ModelConfig(BaseModel):
     vocab_size: Count
     layers: Annotated[list[str], Field(min_length=1, strict=False)]
     mixers: dict[str, SerializeAsAny[BaseModel]] = {}
-    mlp_ratio: Annotated[float, Field(gt=0)] = 8 / 3
+    mlp_ratio: Annotated[float, Field(ge=0)] = 8 / 3
     tie_embeddings: bool = True
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
 
@@ -199,7 +200,7 @@ class ModelConfig(BaseModel):
 
     @property
     def mlp_hidden(self) -> int:
-        """Width inside the SwiGLU."""
+        """Width inside the SwiGLU; 0 where there is none."""
         return -(-round(self.d_model * self.mlp_ratio) // _HIDDEN_STEP) * _HIDDEN_STEP
 
 

@@ -55,13 +55,15 @@ class Block(nn.Module):
         self.residual_scale = (2 * len(config.layer_names)) ** -0.5
         self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mixer = mixer
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = SwiGLU(config.d_model, config.mlp_hidden)
+        self.mlp_norm = self.mlp = None
+        if config.mlp_hidden:
+            self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+            self.mlp = SwiGLU(config.d_model, config.mlp_hidden)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Scale down the freshly drawn last maps of the mixer and of the feed-forward layer."""
-        for last in (getattr(self.mixer, "out_proj", None), self.mlp.down_proj):
+        for last in (getattr(self.mixer, "out_proj", None), getattr(self.mlp, "down_proj", None)):
             if isinstance(last, nn.Linear):
                 last.weight *= self.residual_scale
 
@@ -76,14 +78,17 @@ class Block(nn.Module):
         y, state = self.mixer(
             self.mixer_norm(h), state, cu_seqlens=cu_seqlens, need_state=need_state
         )
-        h = h + y
-        return h + self.mlp(self.mlp_norm(h)), state
+        return self._feed_forward(h + y), state
+
+    def _feed_forward(self, h: Tensor) -> Tensor:
+        if self.mlp is None or self.mlp_norm is None:
+            return h
+        return h + self.mlp(self.mlp_norm(h))
 
     def step(self, h: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """One token: h [B, D] -> h [B, D], next state."""
         y, state = self.mixer.step(self.mixer_norm(h), state)
-        h = h + y
-        return h + self.mlp(self.mlp_norm(h)), state
+        return self._feed_forward(h + y), state
 
 
 class LanguageModel(nn.Module):
@@ -186,6 +191,11 @@ class LanguageModel(nn.Module):
         packed = self._logits(h).squeeze(0)
         logits = packed.new_zeros(*tokens.shape, packed.shape[-1])
         return LanguageModelOutput(logits.masked_scatter(mask.unsqueeze(-1), packed), after)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Hidden states before the head: tokens [B, T] int64 -> [B, T, D]."""
+        check_inputs(len(self.blocks), tokens, None, None, None)
+        return self._hidden(tokens, None, None, need_state=False)[0]
 
     def loss(
         self,

@@ -1,0 +1,207 @@
+"""``gla compare``: run what is missing of a suite, show it, and write the report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gla import storage
+from gla.compare import plan as plans
+from gla.compare.cell import write_spec
+from gla.compare.progress import Progress
+from gla.compare.report import write_report
+from gla.compare.suite import TEXT, Suite, recipe_of
+from gla.compare.workers import Workers
+from gla.errors import ConfigError, GlaError
+from gla.train.config import build
+from gla.train.device import resolve_device
+from gla.train.inputs import make_ready
+from gla.train.monitor import say
+
+_TICK_S = 0.5
+_MOST_FAILURES = 3
+
+
+class ComparisonError(GlaError):
+    """Cells that could not be trained; what is finished stays."""
+
+
+def compare(
+    suite: Suite, out: str | Path, *, jobs: int | None = None, device: str = "auto"
+) -> dict[str, Any]:
+    """Run the cells of a suite that are not finished, and write the report.
+
+    Args:
+        suite: See ``gla.compare.suite.load_suite``.
+        out: Folder of the comparison; finished cells in it are used again.
+        jobs: Processes at a time; None: one for each core of the CPU, or for each GPU.
+        device: "auto", "cpu", "cuda", "cuda:N" or "mps".
+
+    Returns:
+        What report.json says.
+
+    Raises:
+        ConfigError: The suite is wrong, or another process works in ``out``.
+        DataError: The data are missing, or a result is damaged.
+        ComparisonError: Cells failed.
+        KeyboardInterrupt, SystemExit: After a signal; the cells in work are saved.
+    """
+    out = Path(out)
+    devices, threads = share(resolve_device(device), jobs)
+    with _locked(out):
+        _prepare(suite)
+        made = plans.plan(suite)
+        results = _finished(made, out)
+        with _ending_on_sigterm(), Progress(made, out) as progress:
+            _run(made, out, results, devices, threads, progress)
+        return write_report(made, results, out)
+
+
+def share(device: torch.device, jobs: int | None) -> tuple[list[str], int]:
+    """Return a device for each worker, and the threads of each.
+
+    Raises:
+        ConfigError: Fewer than one job.
+    """
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"jobs: got {jobs}, expected at least 1; fix jobs")
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    if device.type != "cuda":
+        jobs = jobs or cores
+        return [str(device)] * jobs, max(1, cores // jobs)
+    gpus = 1 if device.index is not None else torch.cuda.device_count()
+    jobs = jobs or gpus
+    names = [str(device)] if device.index is not None else [f"cuda:{i}" for i in range(gpus)]
+    return [names[i % gpus] for i in range(jobs)], max(1, cores // jobs)
+
+
+def _prepare(suite: Suite) -> None:
+    """Prepare the data of text tasks, before anything needs their vocabulary."""
+    for task, table in suite.tasks.items():
+        if table.get("kind") == TEXT:
+            _, recipe = recipe_of(suite, task, suite.baseline)
+            make_ready(build(recipe).data, say)
+
+
+def _run(
+    made: plans.Plan,
+    out: Path,
+    results: plans.Results,
+    devices: list[str],
+    threads: int,
+    progress: Progress,
+) -> None:
+    waiting = [c for c in plans.known_cells(made, results) if c.folder not in results]
+    if not waiting:
+        return
+    failed: dict[str, str] = {}
+    with Workers(
+        out, devices[: max(1, plans.number_of_cells(made) - len(results))], threads
+    ) as pool:
+        while True:
+            waiting = [
+                cell
+                for cell in plans.known_cells(made, results)
+                if cell.folder not in results and cell.folder not in failed
+                if cell.folder not in pool.running
+            ]
+            for cell in waiting[: pool.idle]:
+                write_spec(out / cell.folder, cell.facts())
+                pool.give(cell.folder)
+            if not pool.running:
+                break
+            for outcome in pool.poll(_TICK_S):
+                if outcome.result is not None:
+                    results[outcome.folder] = outcome.result
+                    progress.done(outcome.folder, outcome.result)
+                    continue
+                failed[outcome.folder] = outcome.error
+                progress.failed(outcome.folder, outcome.error)
+                if outcome.by_user or len(failed) >= _MOST_FAILURES:
+                    raise ComparisonError(_describe(failed))
+            progress.show(results, pool.running)
+    if failed:
+        raise ComparisonError(_describe(failed))
+
+
+def _describe(failed: dict[str, str]) -> str:
+    return "\n".join(
+        f"{folder}: got {error}, expected a finished cell; fix it and run the command again"
+        for folder, error in failed.items()
+    )
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    def busy(process: str) -> ConfigError:
+        return ConfigError(
+            f"{out}: got a comparison that process {process} runs, expected no other one there; "
+            "fix by waiting for it or with another --out"
+        )
+
+    out.mkdir(parents=True, exist_ok=True)
+    with storage.locked(out / ".lock", busy):
+        yield
+
+
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process in order, as Ctrl-C does."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        old = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def report_only(suite: Suite, out: str | Path) -> dict[str, Any]:
+    """Write the report of what is finished, and return what report.json says."""
+    out = Path(out)
+    made = plans.plan(suite)
+    if not out.is_dir():
+        raise ConfigError(f"{out}: got no folder, expected that of a comparison; fix --out")
+    return write_report(made, _finished(made, out), out)
+
+
+def describe(suite: Suite) -> dict[str, Any]:
+    """Return what would be run: entries with parameters and widths, and the number of cells."""
+    made = plans.plan(suite)
+    entries = []
+    for entry in made.entries:
+        config = build(entry.recipe)
+        entries.append(
+            {
+                "task": entry.task,
+                "variant": entry.variant,
+                "parameters": entry.parameters,
+                "d_model": config.model.d_model,
+                "mlp_ratio": config.model.mlp_ratio,
+                "steps": config.train.steps,
+                "batch": config.train.global_batch_size,
+                "seq_len": config.train.seq_len,
+                "rates": entry.rates,
+            }
+        )
+    return {"entries": entries, "cells": plans.number_of_cells(made)}
+
+
+def _finished(made: plans.Plan, out: Path) -> plans.Results:
+    """Results that are there: first those of the sweeps, then those that follow from them."""
+    results = plans.finished(out, plans.known_cells(made, {}))
+    return results | plans.finished(out, plans.known_cells(made, results))
