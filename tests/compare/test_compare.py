@@ -1,0 +1,180 @@
+"""``gla compare`` as users run it: to the end, again, killed in the middle, wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gla.compare.cell import run_cell, write_spec
+from gla.compare.plan import known_cells, plan
+from gla.compare.suite import load_suite
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "gla", "compare", *map(str, arguments)]
+
+
+def gla(*arguments: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
+    """The suite, run to its end by the command: (suite, folder, what it printed)."""
+    from tests.compare.conftest import SUITE
+
+    root = tmp_path_factory.mktemp("finished")
+    (root / "tiny.toml").write_text(SUITE)
+    done = gla(root / "tiny.toml", "--out", root / "out", "--jobs", 1, "--json")
+    return root / "tiny.toml", root / "out", json.loads(done.stdout)
+
+
+def test_what_is_reported(finished: tuple[Path, Path, dict]) -> None:
+    _, out, printed = finished
+    assert printed == json.loads((out / "report.json").read_text())
+    assert printed["complete"] and len(printed["cells"]) == 5  # 2 + 2 rates + 1 more seed
+    task = printed["tasks"]["recall"]
+    assert (task["measure"], task["better"], task["chance"]) == ("accuracy", "higher", 1 / 16)
+    softmax, gated = task["variants"]["softmax"], task["variants"]["gla"]
+    assert abs(gated["parameters"] / softmax["parameters"] - 1) <= 0.02
+    for row in (softmax, gated):
+        assert row["n"] == 2 and sorted(row["values"]) == ["0", "1"]
+        assert row["mean"] == pytest.approx(sum(row["values"].values()) / 2)
+        assert row["half_width"] == pytest.approx(
+            12.7062 * abs(row["values"]["0"] - row["values"]["1"]) / 2, rel=1e-4
+        )
+        assert [c["axes"] for c in row["cases"]] == [
+            {"length": 32, "pairs": 4},
+            {"length": 64, "pairs": 8},
+        ]
+        assert row["curve"][-1] == [6, pytest.approx(row["mean"])]
+    assert gated["lr"] in (1e-3, 1e-2) and list(gated["sweep"]) == ["0.001", "0.01"]
+    best = max(gated["sweep"].values())
+    assert gated["sweep"][f"{gated['lr']:g}"] == best == gated["values"]["0"]
+    pairs = [gated["values"][s] - softmax["values"][s] for s in ("0", "1")]
+    assert gated["difference"]["mean"] == pytest.approx(sum(pairs) / 2)
+    assert gated["verdict"] in ("better", "worse", "not distinguishable")
+    assert gated["state_bytes"] != softmax["state_bytes"] > 0
+
+
+def test_every_cell_says_what_made_it(finished: tuple[Path, Path, dict]) -> None:
+    _, out, printed = finished
+    for folder, cell in printed["cells"].items():
+        assert cell["versions"]["torch"] and len(cell["code"]) == 64
+        assert cell["config"]["train"]["seed"] == cell["seed"]
+        assert cell["config"]["optim"]["lr"] == cell["lr"]
+        assert json.loads((out / folder / "cell.json").read_text())["digest"] == cell["digest"]
+        assert (out / folder / "config.toml").exists() and (out / folder / "metrics.jsonl").exists()
+        assert not (out / folder / "checkpoints").exists()
+
+
+def test_the_files_of_the_report(finished: tuple[Path, Path, dict]) -> None:
+    _, out, printed = finished
+    with open(out / "report.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    final = [r for r in rows if r["metric"] == "accuracy" and not r["axes"]]
+    assert len(final) == 5
+    by_name = {(r["variant"], r["seed"], float(r["lr"])): float(r["value"]) for r in final}
+    value = printed["tasks"]["recall"]["variants"]["softmax"]["values"]["1"]
+    assert by_name["softmax", "1", 3e-3] == value
+    assert any(row["axes"] == "length=64 pairs=8" for row in rows)
+    page = (out / "report.html").read_text()
+    assert "Student" in page and "data:image/png" in page and "http" not in page
+    assert (out / "report-recall-overview.png").read_bytes()[1:4] == b"PNG"
+    assert len(list((out / "tb").rglob("events.*"))) == 5
+
+
+def test_nothing_finished_is_computed_again(finished: tuple[Path, Path, dict]) -> None:
+    suite, out, printed = finished
+    before = {p: p.stat().st_mtime_ns for p in (out / "cells").rglob("*") if p.is_file()}
+    again = json.loads(gla(suite, "--out", out, "--jobs", 1, "--json").stdout)
+    assert again == printed
+    assert before == {p: p.stat().st_mtime_ns for p in (out / "cells").rglob("*") if p.is_file()}
+
+
+def wait_for(what: object, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_kill_loses_nothing(suite_file: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a cell; the end is bit for bit that of a run without one."""
+    out = tmp_path / "out"
+    options = ("--size", "long", "--seeds", 1, "--train.steps", 40, "--jobs", 1, "--out", out)
+    overrides = [("seeds", "1"), ("train.steps", "40")]
+    made = plan(load_suite(suite_file, "long", overrides))
+    first = known_cells(made, {})[0]
+    process = subprocess.Popen(command(suite_file, *options), env=ENVIRONMENT)
+    try:
+        wait_for(lambda: list((out / first.folder / "checkpoints").glob("step-*/manifest.json")))
+    finally:
+        process.kill()
+        process.wait()
+    cut = out / first.folder
+    wait_for(lambda: not _is_held(cut / ".lock"))
+    assert not (cut / "result.json").exists()
+    summary = json.loads(gla(suite_file, *options, "--json").stdout)
+    assert summary["complete"]
+    assert "resumed from" in (cut / "log.txt").read_text()
+    whole = tmp_path / "whole"
+    write_spec(whole, first.facts())
+    expected = run_cell(whole, "cpu")
+    found = json.loads((cut / "result.json").read_text())
+    assert found["metrics"] == expected["metrics"] and found["cases"] == expected["cases"]
+    steps = [json.loads(line)["step"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and set(range(1, 41)) <= set(steps)
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether the process that a lock names still lives."""
+    try:
+        os.kill(int(lock.read_text()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def test_sigterm_ends_in_order(suite_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--size", "long", "--train.steps", 100000, "--jobs", 1, "--out", out)
+    process = subprocess.Popen(command(suite_file, *options), env=ENVIRONMENT)
+    try:
+        wait_for(lambda: list(out.glob("cells/*/*/*/checkpoints/step-*")))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    (log,) = out.glob("cells/*/*/*/log.txt")
+    assert "stopped at step" in log.read_text()
+    assert not (out / ".lock").exists()
+
+
+def test_errors_are_one_line_each(suite_file: Path, tmp_path: Path) -> None:
+    def fails(*arguments: object) -> str:
+        done = subprocess.run(
+            command(*arguments), capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path
+        )
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "size: got 'gpu', expected one of long" in fails(suite_file, "--size", "gpu")
+    wrong = suite_file.read_text().replace('gate = "channel"', 'gate = "chanel"')
+    (tmp_path / "wrong.toml").write_text(wrong)
+    said = fails(tmp_path / "wrong.toml", "--dry-run")
+    assert "tasks.recall, variants.gla: model" in said and "chanel" in said
