@@ -64,23 +64,21 @@ def compare(
 
 
 def share(device: torch.device, jobs: int | None) -> tuple[list[str], int]:
-    """Return a device for each worker, and the threads of each.
+    """Return a device for each worker, and the threads of each: at most those of this process.
 
     Raises:
         ConfigError: Fewer than one job.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs: got {jobs}, expected at least 1; fix jobs")
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    if device.type != "cuda":
-        jobs = jobs or cores
-        return [str(device)] * jobs, max(1, cores // jobs)
-    gpus = 1 if device.index is not None else torch.cuda.device_count()
-    jobs = jobs or gpus
-    names = [str(device)] if device.index is not None else [f"cuda:{i}" for i in range(gpus)]
-    return [names[i % gpus] for i in range(jobs)], max(1, cores // jobs)
+    affinity = getattr(os, "sched_getaffinity", None)  # where the system has it
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    gpus = [str(device)]
+    if device.type == "cuda" and device.index is None:
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    jobs = jobs or (cores if device.type == "cpu" else len(gpus))
+    threads = min(cores // jobs, torch.get_num_threads())  # so OMP_NUM_THREADS counts
+    return [gpus[i % len(gpus)] for i in range(jobs)], max(1, threads)
 
 
 def _prepare(suite: Suite) -> None:

@@ -99,12 +99,14 @@ def test_what_is_refused(suite_file: Path, old: str, new: str, message: str) -> 
 
 def test_shares_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 5)
     assert share(torch.device("cpu"), None) == (["cpu"] * 6, 1)
+    assert share(torch.device("cpu"), 1) == (["cpu"], 5)
     assert share(torch.device("cpu"), 2) == (["cpu"] * 2, 3)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert share(torch.device("cuda"), None) == (["cuda:0", "cuda:1"], 3)
     assert share(torch.device("cuda"), 3)[0] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert share(torch.device("cuda:1"), None) == (["cuda:1"], 6)
+    assert share(torch.device("cuda:1"), None) == (["cuda:1"], 5)
     with pytest.raises(ConfigError, match="jobs: got 0"):
         share(torch.device("cpu"), 0)
 
