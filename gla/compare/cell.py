@@ -19,7 +19,7 @@ import torch
 
 from gla import storage
 from gla.compare.examples import Solved, TaskLearning
-from gla.compare.suite import TEXT
+from gla.compare.suite import ENCODER, TEXT
 from gla.compare.tasks import build_task
 from gla.compare.text import TextOptions, by_length
 from gla.errors import DataError, NumericsError
@@ -29,6 +29,7 @@ from gla.train import run_folder
 from gla.train.config import RunConfig, build
 from gla.train.device import resolve_device, resolve_precision
 from gla.train.distributed import Ranks, code_digest
+from gla.train.encoder_objective import start_from_pretrained
 from gla.train.loop import open_objective
 from gla.train.objective import LanguageModeling, Objective
 from gla.train.trainer import Trainer
@@ -113,7 +114,7 @@ def run_cell(folder: Path, device: str) -> dict[str, Any]:
 def _open(
     config: RunConfig, options: Mapping[str, Any], place: torch.device, precision: str
 ) -> Opened:
-    if options["kind"] == TEXT:
+    if options["kind"] in (TEXT, ENCODER):
         return Opened(*open_objective(config, place, precision, Ranks(), None))
     torch.manual_seed(config.train.seed)
     return Opened(TaskLearning(config, build_task(options), place, precision), config)
@@ -127,6 +128,7 @@ def _train(
     if (folder / run_folder.CONFIG).exists():
         trainer.restore(folder)
     else:
+        start_from_pretrained(objective.model, config)
         facts = {"seed": config.train.seed, "device": str(place), "precision": precision}
         facts |= {"data": objective.fingerprints, **run_folder.environment()}
         storage.write_bytes_atomic(folder / "env.json", json.dumps(facts, indent=1).encode())

@@ -122,9 +122,9 @@ class TaskLearning:
         pairs = zip(tokens.split(self.rows), targets.split(self.rows), strict=True)
         return [ExampleBatch(*pair) for pair in pairs]
 
-    def count(self, batch: ExampleBatch) -> tuple[int, int]:
-        """See ``Objective``: targets, which stand for no bytes."""
-        return int((batch.targets >= 0).sum()), 0
+    def count(self, batch: ExampleBatch) -> tuple[int, int, int]:
+        """See ``Objective``: targets, tokens, and no bytes."""
+        return int((batch.targets >= 0).sum()), batch.tokens.numel(), 0
 
     def loss(self, batch: ExampleBatch, index: int) -> Tensor:
         """See ``Objective``."""
@@ -141,10 +141,8 @@ class TaskLearning:
         return self.loss(batch, 0) / max(self.count(batch)[0], 1)
 
     def utilization(self, tokens_per_s: float) -> dict[str, float]:
-        """See ``Objective``: targets are few, so operations a target are counted from the rows."""
-        batch = self.source.batch(0)
-        tokens = batch.tokens.size / max(int((batch.targets >= 0).sum()), 1)
-        rate = tokens_per_s * tokens * self._flops
+        """See ``Objective``."""
+        rate = tokens_per_s * self._flops
         return {"tflops": rate / 1e12} | ({"mfu": rate / self._peak} if self._peak else {})
 
     def evaluate(self, whole: bool) -> dict[str, float | int]:

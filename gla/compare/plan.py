@@ -19,6 +19,7 @@ from gla.compare.match import TOLERANCE, count_on_meta, match_widths
 from gla.compare.suite import TEXT, Cell, Suite, Table, merge, rates, recipe_of
 from gla.compare.tasks import build_task
 from gla.errors import ConfigError
+from gla.models.encoder import Encoder, EncoderConfig
 from gla.models.language_model import LanguageModel
 from gla.train.config import build
 
@@ -108,6 +109,8 @@ def _entry(suite: Suite, task: str, variant: str, target: int) -> Entry:
 def _count(options: Table, recipe: Table, model: Table) -> int:
     """Parameters of the model of a recipe with another table [model]."""
     config = build({**recipe, "model": model}).model
+    if isinstance(config, EncoderConfig):  # without the head for classes, which data may name
+        return count_on_meta(lambda: Encoder(config))
     if options["kind"] == TEXT:
         return count_on_meta(lambda: LanguageModel(config))
     return count_on_meta(lambda: build_model(config, build_task(options)))

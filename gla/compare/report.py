@@ -88,7 +88,7 @@ def page(summary: Table, pictures: Mapping[str, bytes]) -> str:
     for task, row in summary["tasks"].items():
         parts += [f"<h2>{html.escape(task)}</h2>", _task_table(row, summary["baseline"])]
         if row["chance"] is not None:
-            parts.append(f"<p>A guess among the possible answers reaches {row['chance']:.4g}.</p>")
+            parts.append(f"<p>Guessing reaches an accuracy of {row['chance']:.4g}.</p>")
         for name in ("overview", "grid"):
             if png := pictures.get(f"{task}-{name}"):
                 data = base64.b64encode(png).decode()

@@ -16,7 +16,7 @@ from gla.compare import plan as plans
 from gla.compare.cell import write_spec
 from gla.compare.progress import Progress
 from gla.compare.report import write_report
-from gla.compare.suite import TEXT, Suite, recipe_of
+from gla.compare.suite import ENCODER, TEXT, Suite, recipe_of
 from gla.compare.workers import Workers
 from gla.errors import ConfigError, GlaError
 from gla.train.config import build
@@ -84,7 +84,7 @@ def share(device: torch.device, jobs: int | None) -> tuple[list[str], int]:
 def _prepare(suite: Suite) -> None:
     """Prepare the data of text tasks, before anything needs their vocabulary."""
     for task, table in suite.tasks.items():
-        if table.get("kind") == TEXT:
+        if table.get("kind") in (TEXT, ENCODER):
             _, recipe = recipe_of(suite, task, suite.baseline)
             make_ready(build(recipe).data, say)
 

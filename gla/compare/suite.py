@@ -16,7 +16,7 @@
     mixers.mix = { kind = "linear_attention", gate = "none" }
 
     [tasks.text]
-    kind = "text"                # or one of gla.compare.tasks; other keys are options of the kind
+    kind = "text"                # or "encoder", or one of gla.compare.tasks
     lr = [2e-3, 6e-3]            # swept over the first seed; the best goes on to the others
     data.path = "data/stdlib"    # tables named as those of a recipe change the ones above
 
@@ -45,7 +45,7 @@ from gla.tables import describe_faults, nearest, read_toml
 from gla.train.config import DataConfig, RunConfig, apply_overrides, build
 from gla.train.inputs import is_prepared, tokenizer_of
 
-TEXT = "text"
+TEXT, ENCODER = "text", "encoder"
 SECTIONS = tuple(RunConfig.model_fields)
 _FORMAT = 1  # of a cell: a change makes finished cells count no longer
 _LINES = 50  # of metrics in a cell
@@ -224,13 +224,14 @@ def recipe_of(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
 
 def _recipe(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
     kind = suite.tasks[task].get("kind")
-    if kind != TEXT and kind not in KINDS:
-        raise ConfigError(f"kind: got {kind!r}, expected {nearest(str(kind), [TEXT, *KINDS])}")
+    known = [TEXT, ENCODER, *KINDS]
+    if kind not in known:
+        raise ConfigError(f"kind: got {kind!r}, expected {nearest(str(kind), known)}")
     options = {k: v for k, v in suite.tasks[task].items() if k not in (*SECTIONS, "lr")}
     recipe = _sections(suite, task, variant)
     recipe["model"] = _model(recipe["model"], suite.variants[variant])
-    if kind == TEXT:
-        options = {"kind": kind, **TextOptions.read(options).model_dump(mode="json")}
+    if kind in (TEXT, ENCODER):
+        options = _options_of_text(options, recipe["objective"])
         recipe["model"]["vocab_size"] = _vocabulary(recipe["data"])
     else:
         made = build_task(options)
@@ -243,6 +244,22 @@ def _recipe(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
         recipe[section].setdefault("interval", max(1, steps // parts) if steps > 0 else 1)
     recipe["checkpoint"].setdefault("keep", 1)
     return options, {name: table for name, table in recipe.items() if table}
+
+
+def _options_of_text(options: Table, objective: Table) -> Table:
+    """Check the options of a task on real text against what is learned there."""
+    encoder = objective.get("kind", "next_token") != "next_token"
+    kind = options["kind"]
+    if encoder != (kind == ENCODER):
+        raise ConfigError(
+            f"kind: got {kind!r} with objective.kind = {objective.get('kind', 'next_token')!r}, "
+            "expected 'text' with 'next_token', or 'encoder' with 'masked' or 'classify'; fix kind"
+        )
+    if not encoder:
+        return {"kind": kind, **TextOptions.read(options).model_dump(mode="json")}
+    if more := [key for key in options if key != "kind"]:
+        raise ConfigError(f"{more[0]}: got an option, expected none of kind 'encoder'; remove it")
+    return options
 
 
 def _sections(suite: Suite, task: str, variant: str) -> Table:

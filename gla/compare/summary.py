@@ -64,15 +64,23 @@ def _task(made: plans.Plan, task: str, results: plans.Results, out: Path) -> Tab
         row["curve"] = _curve([out / c.folder for c in cells if c.folder in results], name)
         variants[entry.variant] = row
     options = entries[0].options
-    synthetic = options["kind"] in KINDS
     return {
         "kind": options["kind"],
         "measure": name,
         "better": "higher" if more else "lower",
-        "chance": build_task(options).chance if synthetic and name == "accuracy" else None,
+        "chance": _chance(options, everything) if name == "accuracy" else None,
         "training_length": entries[0].recipe["train"].get("seq_len"),
         "variants": variants,
     }
+
+
+def _chance(options: Table, found: Mapping[str, Result]) -> float | None:
+    """Accuracy of a guess; for classes that of the most frequent one."""
+    if options["kind"] in KINDS:
+        return build_task(options).chance
+    return next(
+        (r["metrics"]["majority"] for r in found.values() if "majority" in r["metrics"]), None
+    )
 
 
 def verdict(difference: Estimate, more: bool) -> str:
