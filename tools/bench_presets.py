@@ -34,8 +34,7 @@ from typing import Any
 import torch
 
 import gla
-from gla.layers.cache import SoftmaxState
-from gla.layers.mixer import build_mixer, mixer_config
+from gla.compare.cost import causal_presets, lengthen
 from gla.models.language_model import LanguageModel
 from gla.state import ModelState, nbytes
 from gla.train.config import build
@@ -44,12 +43,6 @@ from gla.train.run_folder import CONFIG
 
 READ_TOKENS = 1024  # what a state is made by really reading
 UPDATE_TOKENS = 4096
-
-
-def causal_presets(d_model: int) -> list[str]:
-    """The presets that a language model takes."""
-    tables = gla.presets()
-    return [n for n, table in tables.items() if build_mixer(d_model, mixer_config(table)).causal]
 
 
 def make_model(name: str, options: argparse.Namespace) -> LanguageModel:
@@ -61,24 +54,6 @@ def make_model(name: str, options: argparse.Namespace) -> LanguageModel:
         tie_embeddings=False,
     )
     return LanguageModel(config)
-
-
-def lengthen(state: Any, times: int) -> Any:
-    """A state as large as after ``times`` as many tokens: caches that grow are repeated."""
-    if isinstance(state, SoftmaxState) and state.filled is not None:
-        used = int(state.filled.max())
-        k, v = (x[:, :used].repeat(1, times, 1, 1) for x in (state.k, state.v))
-        return SoftmaxState(k, v, state.position * times, state.filled * times)
-    if isinstance(state, torch.Tensor) or state is None:
-        return state
-    parts = [lengthen(part, times) for part in state]
-    fields = getattr(state, "_fields", None)
-    if fields is None:
-        return tuple(parts)
-    if "position" in fields:  # of rotary angles, rings and the model
-        place = fields.index("position")
-        parts[place] = parts[place] if parts[place] is None else parts[place] * times
-    return type(state)(*parts)
 
 
 @torch.no_grad()

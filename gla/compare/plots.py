@@ -28,6 +28,31 @@ def draw(task: Table) -> dict[str, bytes]:
     return figures
 
 
+def draw_cost(figures: Table) -> bytes:
+    """Draw what ``gla bench cost`` found, over the length: time above, memory below."""
+    figure = _figure(13, 7)
+    rows = figures["rows"]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    for i, (name, unit) in enumerate((("seconds", "s"), ("bytes", "MiB"))):
+        for j, kind in enumerate(kinds):
+            axes = figure.add_subplot(2, len(kinds), i * len(kinds) + j + 1)
+            for variant in dict.fromkeys(row["variant"] for row in rows):
+                points = [
+                    (row["length"], row[name] / (1 if name == "seconds" else 2**20))
+                    for row in rows
+                    if (row["variant"], row["kind"]) == (variant, kind) and row[name]
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=variant, marker=".", linewidth=1.3)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_title(f"{kind}, {unit}" + (" a token" if kind == "decode" and not i else ""))
+            axes.set_xlabel("tokens", fontsize=9)
+            axes.grid(alpha=0.3)
+            _legend(axes)
+    return _png(figure)
+
+
 def has_matplotlib() -> bool:
     """Return whether figures can be drawn."""
     try:

@@ -17,7 +17,9 @@ Solver = Callable[[Task, Row], dict[int, int]]  # a row of tokens -> the token a
 
 def last_value_of_keys(task: Task, row: Row) -> dict[int, int]:
     """MQAR: read pairs; a key that no value follows is a query."""
-    half, known, answers = task.vocabulary // 2, {}, {}
+    half = task.vocabulary // 2
+    known: dict[int, int] = {}
+    answers: dict[int, int] = {}
     for place, token in enumerate(row[:-1]):
         if 0 < token < half:
             if row[place + 1] >= half:
@@ -126,7 +128,7 @@ def test_a_solver_answers_every_target(table: dict, solve: Solver) -> None:
     assert tokens.max() < task.vocabulary
     for row, asked in zip(tokens, targets, strict=True):
         answers = solve(task, row)
-        wanted = {place: asked[place] for place in np.flatnonzero(asked != IGNORE)}
+        wanted = {int(place): asked[place] for place in np.flatnonzero(asked != IGNORE)}
         assert wanted and {place: answers.get(place) for place in wanted} == wanted
 
 
