@@ -9,10 +9,9 @@ Sizes: B batch, T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Literal, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla.layers.linear import Linear
@@ -58,21 +57,6 @@ class Compressor(LanguageModel):
         places = cast(Tensor, self.places)[: tokens.shape[1]]
         h = self.features(tokens)[:, -1:] + places
         return LanguageModelOutput(self.decoder(h), None)
-
-    def loss(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        ignore_index: int = -100,
-        cu_seqlens: Tensor | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        state: ModelState | None = None,
-    ) -> Tensor:
-        """Cross entropy of the targets in nats; see ``LanguageModel.loss``."""
-        logits = self(tokens, state, cu_seqlens).logits.float().flatten(0, 1)
-        return F.cross_entropy(
-            logits, targets.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
 
 
 def _code_of_places(length: int, width: int) -> Tensor:

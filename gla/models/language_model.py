@@ -184,11 +184,11 @@ class LanguageModel(nn.Module):
         check_inputs(len(self.blocks), tokens, state, cu_seqlens, mask)
         if mask is None:
             h, after = self._hidden(tokens, state, cu_seqlens, need_state)
-            return LanguageModelOutput(self._logits(h), after)
+            return LanguageModelOutput(self.logits(h), after)
         # One mechanism for rows and documents: the real tokens of the rows become a pack.
         lengths = mask.sum(1)
         h, after = self._hidden(tokens[mask].unsqueeze(0), state, _offsets(lengths), need_state)
-        packed = self._logits(h).squeeze(0)
+        packed = self.logits(h).squeeze(0)
         logits = packed.new_zeros(*tokens.shape, packed.shape[-1])
         return LanguageModelOutput(logits.masked_scatter(mask.unsqueeze(-1), packed), after)
 
@@ -295,7 +295,7 @@ class LanguageModel(nn.Module):
             h, state = self._hidden(part[real].unsqueeze(0), state, offsets, need_state=True)
             read = offsets.diff() > 0
             last = last.to(h.dtype).index_put((read,), h[0, offsets[1:][read] - 1])
-        logits = self._logits(last)
+        logits = self.logits(last)
         if mask is not None:
             logits = logits * mask.any(1, keepdim=True)
         return logits, _given(state)
@@ -319,13 +319,14 @@ class LanguageModel(nn.Module):
         for block, layer in zip(self.blocks, state.layers, strict=True):
             h, layer = _block(block).step(h, layer)
             layers.append(layer)
-        return self._logits(self.norm(h)), ModelState(tuple(layers), state.position + 1)
+        return self.logits(self.norm(h)), ModelState(tuple(layers), state.position + 1)
 
     @property
     def _head_weight(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
 
-    def _logits(self, h: Tensor) -> Tensor:
+    def logits(self, h: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D], such as ``features`` returns."""
         return linear(h, self.embed.weight) if self.head is None else self.head(h)
 
     def _hidden(

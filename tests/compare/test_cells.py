@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from gla.compare.cell import read_result, run_cell, write_spec
 from gla.compare.compressor import Compressor
-from gla.compare.examples import Source
+from gla.compare.examples import Source, TaskLearning
 from gla.compare.plan import known_cells, plan
 from gla.compare.suite import Suite, load_suite
 from gla.compare.tasks import build_task
@@ -21,7 +21,7 @@ from gla.compare.text import TextOptions, by_length, measure, read_row
 from gla.errors import ConfigError, DataError
 from gla.models.config import ModelConfig
 from gla.models.language_model import LanguageModel
-from gla.train.config import DataConfig
+from gla.train.config import DataConfig, build
 from gla.train.inputs import open_inputs
 
 MQAR = {"kind": "mqar", "vocab_size": 32, "length": 32, "pairs": 4}
@@ -189,9 +189,28 @@ def test_the_compressor_reads_its_last_output_alone() -> None:
     one = model.decoder(h + places[4])
     assert (one - logits[:, 4]).abs().max() < 1e-5
     assert torch.equal(places[:, 0], torch.arange(12).sin())
-    targets = torch.where(tokens % 2 == 0, tokens, -100)
-    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    assert torch.allclose(model.loss(tokens, targets, reduction="sum"), wanted)
+
+
+@pytest.mark.parametrize("table", [MQAR, {"kind": "compress", "vocab_size": 32}])
+def test_the_loss_and_figures_of_a_task_against_all_logits(suite_file: Path, table: dict) -> None:
+    recipe = known_cells(plan(load_suite(suite_file)), {})[0].recipe
+    learning = TaskLearning(build(recipe), build_task(table), torch.device("cpu"), "fp32")
+    (batch,) = learning.batches(0)
+    logits = learning.model(batch.tokens).logits.flatten(0, 1)
+    wanted = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=-100, reduction="sum")
+    assert torch.allclose(learning.loss(batch, 0), wanted, rtol=1e-5)
+    assert learning.count(batch) == (int((batch.targets >= 0).sum()), batch.tokens.numel(), 0)
+    found = learning.measure([learning.task])
+    made = learning.task.make(np.random.default_rng([0, 2, 0]), 1000, False)
+    tokens, targets = map(torch.from_numpy, made)
+    with torch.no_grad():
+        logits = learning.model(tokens).logits
+    right = (logits.argmax(-1) == targets) | (targets < 0)
+    assert found["exact"] == pytest.approx(float(right.all(1).float().mean()))
+    asked = targets >= 0
+    assert found["accuracy"] == pytest.approx(float(right[asked].float().mean()))
+    loss = F.cross_entropy(logits[asked], targets[asked])
+    assert found["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
 @pytest.mark.slow
