@@ -46,8 +46,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 def test_the_wheel_holds_licence_recipes_and_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
-    shipped = {Path(n).name for n in names if "/share/gla/recipes/" in n}
-    assert shipped == {p.name for p in (ROOT / "recipes").glob("*.toml")}
+    shipped = {n.partition("/share/gla/recipes/")[2] for n in names if "/share/gla/recipes/" in n}
+    recipes = ROOT / "recipes"
+    assert shipped == {p.relative_to(recipes).as_posix() for p in recipes.rglob("*.toml")}
     assert any(n.endswith("licenses/LICENSE") for n in names)
     (metadata,) = (archive.read(n).decode() for n in names if n.endswith("dist-info/METADATA"))
     assert f"\nVersion: {gla.__version__}\n" in metadata
@@ -63,6 +64,7 @@ def test_an_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: P
     code = (
         "import gla, gla_kernels, sys\nfrom gla.cli import main, recipes\n"
         "print(gla.__file__)\nprint(*recipes.shipped().values(), sep='\\n')\n"
+        "print(*recipes.shipped('recipes/suites').values(), sep='\\n')\n"
         "sys.exit(main.main(['--version']))"
     )
     done = subprocess.run(
@@ -75,7 +77,7 @@ def test_an_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: P
     assert done.returncode == 0, done.stderr
     package, *recipes, version = done.stdout.splitlines()
     assert all(Path(p).is_relative_to(site) for p in (package, *recipes))
-    assert {Path(p).name for p in recipes} == {p.name for p in (ROOT / "recipes").glob("*.toml")}
+    assert {Path(p).name for p in recipes} == {p.name for p in (ROOT / "recipes").rglob("*.toml")}
     assert version == f"gla {gla.__version__}"
 
 
