@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gla.cli.main import main
 from gla.compare.cell import run_cell, write_spec
 from gla.compare.plan import known_cells, plan
 from gla.compare.suite import load_suite
@@ -97,11 +98,15 @@ def test_the_files_of_the_report(finished: tuple[Path, Path, dict]) -> None:
     assert len(list((out / "tb").rglob("events.*"))) == 5
 
 
-def test_nothing_finished_is_computed_again(finished: tuple[Path, Path, dict]) -> None:
+def test_nothing_finished_is_computed_again(
+    finished: tuple[Path, Path, dict], capsys: pytest.CaptureFixture[str]
+) -> None:
     suite, out, printed = finished
     before = {p: p.stat().st_mtime_ns for p in (out / "cells").rglob("*") if p.is_file()}
-    again = json.loads(gla(suite, "--out", out, "--jobs", 1, "--json").stdout)
-    assert again == printed
+    for more in ((), ("--report",)):
+        capsys.readouterr()
+        assert main(["compare", str(suite), "--out", str(out), "--json", *more]) == 0
+        assert json.loads(capsys.readouterr().out) == printed
     assert before == {p: p.stat().st_mtime_ns for p in (out / "cells").rglob("*") if p.is_file()}
 
 
@@ -115,8 +120,9 @@ def wait_for(what: object, seconds: float = 60) -> None:
 def test_a_kill_loses_nothing(suite_file: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a cell; the end is bit for bit that of a run without one."""
     out = tmp_path / "out"
-    options = ("--size", "long", "--seeds", 1, "--train.steps", 40, "--jobs", 1, "--out", out)
-    overrides = [("seeds", "1"), ("train.steps", "40")]
+    overrides = [("seeds", "1"), ("train.steps", "30"), ("variants.gla.lr", "[1e-3]")]
+    changes = [word for key, value in overrides for word in (f"--{key}", value)]
+    options = ("--size", "long", "--jobs", 1, "--out", out, *changes)
     made = plan(load_suite(suite_file, "long", overrides))
     first = known_cells(made, {})[0]
     process = subprocess.Popen(command(suite_file, *options), env=ENVIRONMENT)
@@ -137,7 +143,7 @@ def test_a_kill_loses_nothing(suite_file: Path, tmp_path: Path) -> None:
     found = json.loads((cut / "result.json").read_text())
     assert found["metrics"] == expected["metrics"] and found["cases"] == expected["cases"]
     steps = [json.loads(line)["step"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps) and set(range(1, 41)) <= set(steps)
+    assert steps == sorted(steps) and set(range(1, 31)) <= set(steps)
 
 
 def _is_held(lock: Path) -> bool:
@@ -149,6 +155,7 @@ def _is_held(lock: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_sigterm_ends_in_order(suite_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--size", "long", "--train.steps", 100000, "--jobs", 1, "--out", out)
@@ -165,16 +172,24 @@ def test_sigterm_ends_in_order(suite_file: Path, tmp_path: Path) -> None:
     assert not (out / ".lock").exists()
 
 
-def test_errors_are_one_line_each(suite_file: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line_each(
+    suite_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails(*arguments: object) -> str:
-        done = subprocess.run(
-            command(*arguments), capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path
-        )
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        return done.stderr
+        assert main(["compare", *map(str, arguments)]) == 2
+        return capsys.readouterr().err
 
     assert "size: got 'gpu', expected one of long" in fails(suite_file, "--size", "gpu")
+    assert "SUITE: got 'gate', expected a TOML file or 'gates'" in fails("gate")
+    assert "got no folder" in fails(suite_file, "--report", "--out", tmp_path / "nowhere")
     wrong = suite_file.read_text().replace('gate = "channel"', 'gate = "chanel"')
     (tmp_path / "wrong.toml").write_text(wrong)
     said = fails(tmp_path / "wrong.toml", "--dry-run")
     assert "tasks.recall, variants.gla: model" in said and "chanel" in said
+
+
+def test_a_plan_without_training(suite_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(suite_file), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[-1] == "5 cells"
+    assert "6 steps of 4 x 32  lr 0.001, 0.01" in lines[1]
