@@ -156,7 +156,7 @@ def _by_axis(axes: Any, task: Table, key: str, axis: str | None, title: str) -> 
     trained = task["training_length"]
     if trained and name in ("length", "position"):
         axes.axvline(trained, color="0.5", linestyle=":", linewidth=1)
-        axes.annotate("trained", (trained, 1), xycoords=("data", "axes fraction"), fontsize=7)
+        axes.annotate(" trained", (trained, 0.02), xycoords=("data", "axes fraction"), fontsize=7)
     _chance(axes.axhline, task)
     _legend(axes)
 
