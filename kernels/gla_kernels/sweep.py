@@ -24,63 +24,126 @@ from gla_kernels.decay import (
     half_sums,
     is_mild,
     level_tiles,
-    mild_factors,
     same_block,
-    strong_factors,
 )
 from gla_kernels.tiles import (
     bounds_of,
     find_sequence,
     first_slot,
     load_gates,
+    load_state,
     load_tile,
     rows_at,
     state_at,
-    state_offsets,
+    store_state,
     store_tile,
 )
 
+# Key channels of a block of scores.
+KBLOCK = tl.constexpr(32)
+
 
 @triton.jit
-def exact_scores(
+def scores(
     q, q_t, k, k_t, g, g_t, left, scale,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr, REVERSE: tl.constexpr,
     GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a strong tile [C, C], lower triangular (REVERSE: transposed).
+    """Scores of a chunk [C, C], lower triangular (REVERSE: transposed).
 
-    q, k, g point to the chunk. Read in narrow blocks of channels, so that few registers are needed.
+    q, k, g point to the chunk. Read in narrow blocks of channels, so that few registers are needed;
+    each block is mild or strong for itself.
     """
     t = tl.arange(0, C)
-    KB: tl.constexpr = 32 if BK > 32 else BK
+    KB: tl.constexpr = KBLOCK if BK > KBLOCK else BK
     P = tl.zeros([C, C], tl.float32)
-    for block in range(BK // KB):
+    for block in tl.range(BK // KB, disable_licm=True):
         d = block * KB + tl.arange(0, KB)
-        d_g = d if GATE == 2 else tl.arange(0, 1)
-        q_tile = load_tile(q, q_t, left, d, K, C).to(tl.float32) * scale
-        k_tile = load_tile(k, k_t, left, d, K, C).to(tl.float32)
-        gates = load_gates(g, g_t, left, d_g, K if GATE == 2 else 1, C, 0)
-        P += tl.where(t[:, None] == t[None, :], tl.sum(q_tile * k_tile, 1)[:, None], 0.0)
-        for level in range(LOG_C):
-            right, left_, _ = level_tiles(q_tile, k_tile, gates, level, C, GATE, PARTS, DOT)
-            if REVERSE:
-                pairs = tl.dot(left_, tl.trans(right), input_precision=IP)
+        q_tile = load_tile(q, q_t, left, d, K, C)
+        k_tile = load_tile(k, k_t, left, d, K, C)
+        if GATE == NO_GATE:
+            a = (q_tile.to(tl.float32) * scale).to(DOT)
+            P = pairs_of(a, k_tile.to(DOT), P, REVERSE, IP)
+        else:
+            d_g = d if GATE == 2 else tl.arange(0, 1)
+            gates = load_gates(g, g_t, left, d_g, K if GATE == 2 else 1, C, 0)
+            first, second = half_sums(gates, C)
+            if is_mild(first, second):
+                x = (tl.cumsum(gates, 0) - first[None, :]) * LOG2E
+                a = (q_tile.to(tl.float32) * scale * tl.exp2(x)).to(DOT)
+                b = (k_tile.to(tl.float32) * tl.exp2(-x)).to(DOT)
+                P = pairs_of(a, b, P, REVERSE, IP)
             else:
-                pairs = tl.dot(right, tl.trans(left_), input_precision=IP)
-            P += tl.where(same_block(level, C), pairs, 0.0)
+                x = q_tile.to(tl.float32) * scale
+                y = k_tile.to(tl.float32)
+                P += tl.where(t[:, None] == t[None, :], tl.sum(x * y, 1)[:, None], 0.0)
+                for level in tl.range(LOG_C, disable_licm=True):
+                    right, left_, _ = level_tiles(x, y, gates, level, C, GATE, PARTS, DOT)
+                    pairs = pairs_of(right, left_, tl.zeros([C, C], tl.float32), REVERSE, IP)
+                    P += tl.where(same_block(level, C), pairs, 0.0)
+    if REVERSE:
+        P = tl.where(t[:, None] <= t[None, :], P, 0.0)
+    else:
+        P = tl.where(t[:, None] >= t[None, :], P, 0.0)
     return P
 
 
 @triton.jit
-def scores(q, k, C: tl.constexpr, REVERSE: tl.constexpr, IP: tl.constexpr):
-    """tril(q k^T), or its transpose when REVERSE."""
-    t = tl.arange(0, C)[:, None]
-    s = tl.arange(0, C)[None, :]
+def pairs_of(a, b, P, REVERSE: tl.constexpr, IP: tl.constexpr):
+    """P + a b^T, or with the transpose of the product when REVERSE."""
     if REVERSE:
-        P = tl.where(t <= s, tl.dot(k, tl.trans(q), input_precision=IP), 0.0)
+        P = tl.dot(b, tl.trans(a), P, input_precision=IP)
     else:
-        P = tl.where(t >= s, tl.dot(q, tl.trans(k), input_precision=IP), 0.0)
+        P = tl.dot(a, tl.trans(b), P, input_precision=IP)
     return P
+
+
+@triton.jit
+def load_scaled(p, stride, left, d, K: tl.constexpr, C: tl.constexpr, e, scale, GATE: tl.constexpr):
+    x = load_tile(p, stride, left, d, K, C).to(tl.float32) * scale
+    if GATE != NO_GATE:
+        x *= tl.exp2(e * LOG2E)
+    return x
+
+
+@triton.jit
+def through_state(
+    S, o, lasting, w_tile, q, q_t, k, k_t, g, g_t, left, scale, d,
+    K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, REVERSE: tl.constexpr,
+    OUTPUT: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """A block of key channels d of the state: what it adds to o, and it after the chunk."""
+    read = 0.0
+    write = 0.0
+    if GATE != NO_GATE:
+        GK: tl.constexpr = K if GATE == 2 else 1
+        d_g = d if GATE == 2 else tl.arange(0, 1)
+        gates = load_gates(g, g_t, left, d_g, GK, C, 0)
+        first, second = half_sums(gates, C)
+        b = tl.cumsum(gates, 0)
+        all_ = first + second
+        if is_mild(first, second):
+            rest = all_[None, :] - b
+        else:
+            rest = tl.cumsum(load_gates(g, g_t, left, d_g, GK, C, 1), 0, reverse=True)
+        read = b
+        write = rest
+    if OUTPUT:
+        if REVERSE:
+            a = load_scaled(k, k_t, left, d, K, C, write, 1.0, GATE)
+        else:
+            a = load_scaled(q, q_t, left, d, K, C, read, scale, GATE)
+        o = tl.dot(a.to(DOT), S.to(DOT), o, input_precision=IP)
+    if GATE != NO_GATE:
+        total = tl.exp2(all_ * LOG2E)
+        S *= total[:, None]
+        lasting *= total
+    if REVERSE:
+        b_ = load_scaled(q, q_t, left, d, K, C, read, scale, GATE)
+    else:
+        b_ = load_scaled(k, k_t, left, d, K, C, write, 1.0, GATE)
+    S = tl.dot(tl.trans(b_.to(DOT)), w_tile, S, input_precision=IP)
+    return S, o, lasting
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "L", "H", "k_group", "w_group", "g_group"])
@@ -115,98 +178,91 @@ def sweep_kernel(
     stop = tl.minimum(first + L, end)
     count = tl.cdiv(stop - first, C)
 
-    d_k = tl.arange(0, BK)
+    # The state is held in two halves of its key channels: their tiles need half of the registers.
+    TWO: tl.constexpr = BK > 64
+    KH: tl.constexpr = BK // 2 if TWO else BK
+    d_0 = tl.arange(0, KH)
+    d_1 = d_0 + KH
     d_v = tl.program_id(1) * BV + tl.arange(0, BV)
     q_rows = rows_at(q, row, first, head, q_b, q_t, q_h)
     k_rows = rows_at(k, row, first, head // k_group, k_b, k_t, k_h)
     w_rows = rows_at(w, row, first, head // w_group, w_b, w_t, w_h)
+    g_rows = q_rows
     if GATE != NO_GATE:
-        GD: tl.constexpr = BK if GATE == 2 else 1
-        GK: tl.constexpr = K if GATE == 2 else 1
-        d_g = tl.arange(0, GD)
         g_rows = rows_at(g, row, first, head // g_group, g_b, g_t, g_h)
-        lasting = tl.full([GD], 1.0, tl.float32)
     if OUTPUT:
         out_rows = rows_at(out, row, first, head, T.to(tl.int64) * H * V, H * V, V)
 
-    cell, cells = state_offsets(d_k, d_v, K, V, False)
-    S = tl.zeros([BK, BV], tl.float32)
+    S_0 = tl.zeros([KH, BV], tl.float32)
+    S_1 = tl.zeros([KH, BV], tl.float32)
     if OUTPUT:
         if bounds is not None:
-            S += tl.load(state_at(bounds, slot, head, H, K, V) + cell, mask=cells, other=0.0)
+            at = state_at(bounds, slot, head, H, K, V)
+            S_0 += load_state(at, d_0, d_v, K, V)
+            if TWO:
+                S_1 += load_state(at, d_1, d_v, K, V)
         elif initial is not None:
-            S += tl.load(state_at(initial, n, head, H, K, V) + cell, mask=cells, other=0.0)
+            at = state_at(initial, n, head, H, K, V)
+            S_0 += load_state(at, d_0, d_v, K, V)
+            if TWO:
+                S_1 += load_state(at, d_1, d_v, K, V)
+    lasting_0 = tl.full([KH if GATE == 2 else 1], 1.0, tl.float32)
+    lasting_1 = lasting_0
     if chunks is not None:
         chunk_slot = first_slot(cu, n, T, C, PACKED) + j * (L // C)
 
-    for i in range(count):
+    for i in tl.range(count, disable_licm=True):
         c = count - 1 - i if REVERSE else i
         token = tl.cast(c * C, tl.int64)
         left = stop - first - c * C
-        q_tile = load_tile(q_rows + token * q_t, q_t, left, d_k, K, C).to(tl.float32) * scale
-        k_tile = load_tile(k_rows + token * k_t, k_t, left, d_k, K, C).to(tl.float32)
+        q_c = q_rows + token * q_t
+        k_c = k_rows + token * k_t
+        g_c = g_rows + token * g_t
         w_tile = load_tile(w_rows + token * w_t, w_t, left, d_v, V, C).to(DOT)
         if chunks is not None:
-            at = state_at(chunks, chunk_slot + c, head, H, K, V)
-            tl.store(at + cell, S.to(chunks.dtype.element_ty), mask=cells)
-        if GATE == NO_GATE:
-            if OUTPUT:
-                P = scores(q_tile.to(DOT), k_tile.to(DOT), C, REVERSE, IP)
-        else:
-            gates = load_gates(g_rows + token * g_t, g_t, left, d_g, GK, C, 0)
-            first_half, second_half = half_sums(gates, C)
-            if is_mild(first_half, second_half):
-                to_q, to_k, read, write = mild_factors(gates, first_half, second_half)
-                if OUTPUT:
-                    P = scores((q_tile * to_q).to(DOT), (k_tile * to_k).to(DOT), C, REVERSE, IP)
-            else:
-                gates_next = load_gates(g_rows + token * g_t, g_t, left, d_g, GK, C, 1)
-                read, write = strong_factors(gates, gates_next)
-                if OUTPUT:
-                    P = exact_scores(
-                        q_rows + token * q_t,
-                        q_t,
-                        k_rows + token * k_t,
-                        k_t,
-                        g_rows + token * g_t,
-                        g_t,
-                        left,
-                        scale,
-                        K,
-                        BK,
-                        C,
-                        LOG_C,
-                        REVERSE,
-                        GATE,
-                        PARTS,
-                        DOT,
-                        IP,
-                    )
-            q_tile *= read
-            k_tile *= write
-            total = tl.exp2((first_half + second_half) * LOG2E)
-        a = (k_tile if REVERSE else q_tile).to(DOT)
-        b = (q_tile if REVERSE else k_tile).to(DOT)
+            kept = state_at(chunks, chunk_slot + c, head, H, K, V)
+            store_state(kept, S_0, d_0, d_v, K, V)
+            if TWO:
+                store_state(kept, S_1, d_1, d_v, K, V)
+        o = tl.zeros([C, BV], tl.float32)
         if OUTPUT:
-            o = tl.dot(a, S.to(DOT), input_precision=IP)
-        if GATE != NO_GATE:
-            S *= total[:, None]
-            if not OUTPUT:
-                lasting *= total
-        S = tl.dot(tl.trans(b), w_tile, S, input_precision=IP)
+            P = scores(
+                q_c, q_t, k_c, k_t, g_c, g_t, left, scale,
+                K, BK, C, LOG_C, REVERSE, GATE, PARTS, DOT, IP,
+            )  # fmt: skip
+            o = tl.dot(P.to(DOT), w_tile, o, input_precision=IP)
+        S_0, o, lasting_0 = through_state(
+            S_0, o, lasting_0, w_tile, q_c, q_t, k_c, k_t, g_c, g_t, left, scale, d_0,
+            K, C, GATE, REVERSE, OUTPUT, DOT, IP,
+        )  # fmt: skip
+        if TWO:
+            S_1, o, lasting_1 = through_state(
+                S_1, o, lasting_1, w_tile, q_c, q_t, k_c, k_t, g_c, g_t, left, scale, d_1,
+                K, C, GATE, REVERSE, OUTPUT, DOT, IP,
+            )  # fmt: skip
         if OUTPUT:
-            o += tl.dot(P.to(DOT), w_tile, input_precision=IP)
             store_tile(out_rows + token * (H * V), o, H * V, left, d_v, V, C)
 
     if OUTPUT:
         if final is not None:
             if is_first if REVERSE else is_last:
-                tl.store(state_at(final, n, head, H, K, V) + cell, S, mask=cells)
+                at = state_at(final, n, head, H, K, V)
+                store_state(at, S_0, d_0, d_v, K, V)
+                if TWO:
+                    store_state(at, S_1, d_1, d_v, K, V)
     else:
-        tl.store(state_at(bounds, slot, head, H, K, V) + cell, S, mask=cells)
+        at = state_at(bounds, slot, head, H, K, V)
+        store_state(at, S_0, d_0, d_v, K, V)
+        if TWO:
+            store_state(at, S_1, d_1, d_v, K, V)
         if GATE != NO_GATE:
             if tl.program_id(1) == 0:
-                tl.store(decay + (slot.to(tl.int64) * H + head) * GK + d_g, lasting, mask=d_g < GK)
+                GK: tl.constexpr = K if GATE == 2 else 1
+                d_g = d_0 if GATE == 2 else tl.arange(0, 1)
+                lasting = decay + (slot.to(tl.int64) * H + head) * GK + d_g
+                tl.store(lasting, lasting_0, mask=d_g < GK)
+                if TWO and GATE == 2:
+                    tl.store(lasting + KH, lasting_1, mask=d_1 < GK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "H"])

@@ -107,3 +107,17 @@ def state_offsets(k, v, K: tl.constexpr, V: tl.constexpr, TRANSPOSED: tl.constex
         offsets = k[:, None] * V + v[None, :]
         mask = (k < K)[:, None] & (v < V)[None, :]
     return offsets, mask
+
+
+@triton.jit
+def load_state(pointer, k, v, K: tl.constexpr, V: tl.constexpr):
+    """Block [len(k), len(v)] of the state at ``pointer``; zero outside."""
+    offsets, mask = state_offsets(k, v, K, V, False)
+    return tl.load(pointer + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_state(pointer, S, k, v, K: tl.constexpr, V: tl.constexpr):
+    """Write what ``load_state`` reads, in the dtype of the pointer."""
+    offsets, mask = state_offsets(k, v, K, V, False)
+    tl.store(pointer + offsets, S.to(pointer.dtype.element_ty), mask=mask)
