@@ -33,9 +33,7 @@ from gla_kernels.decay import (
     half_sums,
     is_mild,
     level_tiles,
-    mild_factors,
     same_block,
-    strong_factors,
 )
 from gla_kernels.tiles import (
     bounds_of,
@@ -48,6 +46,32 @@ from gla_kernels.tiles import (
     state_offsets,
     store_tile,
 )
+
+
+# Value channels of a block of do v^T.
+VBLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def score_gradients(
+    v, v_t, do, do_t, left,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """dP [C, C] below its diagonal, what lies above the diagonal of its transpose, the diagonal."""
+    VB: tl.constexpr = VBLOCK if BV > VBLOCK else BV
+    t = tl.arange(0, C)
+    dP = tl.zeros([C, C], tl.float32)
+    dPT = tl.zeros([C, C], tl.float32)
+    for block in tl.range(BV // VB, disable_licm=True):
+        d = block * VB + tl.arange(0, VB)
+        do_tile = load_tile(do, do_t, left, d, V, C).to(DOT)
+        v_tile = load_tile(v, v_t, left, d, V, C).to(DOT)
+        dP = tl.dot(do_tile, tl.trans(v_tile), dP, input_precision=IP)
+        dPT = tl.dot(v_tile, tl.trans(do_tile), dPT, input_precision=IP)
+    diagonal = tl.sum(tl.where(t[:, None] == t[None, :], dP, 0.0), 1)[:, None]
+    lower = tl.where(t[:, None] > t[None, :], dP, 0.0).to(DOT)
+    upper = tl.where(t[:, None] < t[None, :], dPT, 0.0).to(DOT)
+    return lower, upper, diagonal
 
 
 @triton.jit
@@ -63,16 +87,21 @@ def exact_gradients(
     dk = tl.zeros_like(q)
     through = tl.zeros_like(q)
     t = tl.arange(0, C)
-    for level in range(LOG_C):
+    # Two loops: one needs more registers than there are.
+    for level in tl.range(LOG_C, disable_licm=True):
         right, left, e = level_tiles(q, k, g, level, C, GATE, PARTS, DOT)
         half = (t >> level) & 1
         pairs = same_block(level, C) & (half[:, None] > half[None, :])
         d_right = tl.dot(tl.where(pairs, lower, 0.0).to(DOT), left, input_precision=IP)
+        dq += d_right * e
+        through += right.to(tl.float32) * d_right
+    for level in tl.range(LOG_C, disable_licm=True):
+        right, left, e = level_tiles(q, k, g, level, C, GATE, PARTS, DOT)
+        half = (t >> level) & 1
         pairs = same_block(level, C) & (half[:, None] < half[None, :])
         d_left = tl.dot(tl.where(pairs, upper, 0.0).to(DOT), right, input_precision=IP)
-        dq += d_right * e
         dk += d_left * e
-        through += right.to(tl.float32) * d_right - left.to(tl.float32) * d_left
+        through -= left.to(tl.float32) * d_left
     return dq, dk, through
 
 
@@ -127,53 +156,65 @@ def gradients_kernel(
     elif initial is not None:
         S += tl.load(state_at(initial, n, head, H, K, V) + cell, mask=cells, other=0.0)
     chunk_slot = first_slot(cu, n, T, C, PACKED) + j * (L // C)
-    t = tl.arange(0, C)
 
-    for c in range(tl.cdiv(stop - first, C)):
+    for c in tl.range(tl.cdiv(stop - first, C), disable_licm=True):
         token = tl.cast(c * C, tl.int64)
         left = stop - first - c * C
-        v_tile = load_tile(v_rows + token * v_t, v_t, left, d_v, V, C).to(DOT)
-        do_tile = load_tile(do_rows + token * do_t, do_t, left, d_v, V, C).to(DOT)
-        dP = tl.dot(do_tile, tl.trans(v_tile), input_precision=IP)
-        dPT = tl.dot(v_tile, tl.trans(do_tile), input_precision=IP)
-        lower = tl.where(t[:, None] > t[None, :], dP, 0.0).to(DOT)
-        upper = tl.where(t[:, None] < t[None, :], dPT, 0.0).to(DOT)
-        diagonal = tl.sum(tl.where(t[:, None] == t[None, :], dP, 0.0), 1)[:, None]
-        q_tile = load_tile(q_rows + token * q_t, q_t, left, d_k, K, C).to(tl.float32) * scale
-        k_tile = load_tile(k_rows + token * k_t, k_t, left, d_k, K, C).to(tl.float32)
+        v_c = v_rows + token * v_t
+        do_c = do_rows + token * do_t
+        q_c = q_rows + token * q_t
+        k_c = k_rows + token * k_t
+        lower, upper, diagonal = score_gradients(v_c, v_t, do_c, do_t, left, V, BV, C, DOT, IP)
+        q_tile = load_tile(q_c, q_t, left, d_k, K, C).to(tl.float32) * scale
+        k_tile = load_tile(k_c, k_t, left, d_k, K, C).to(tl.float32)
         if GATE == NO_GATE:
             dq_tile = tl.dot(lower, k_tile.to(DOT), input_precision=IP)
             dk_tile = tl.dot(upper, q_tile.to(DOT), input_precision=IP)
         else:
-            gates = load_gates(g_rows + token * g_t, g_t, left, d_g, GK, C, 0)
+            g_c = g_rows + token * g_t
+            gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
             first_half, second_half = half_sums(gates, C)
             if is_mild(first_half, second_half):
-                to_q, to_k, read, write = mild_factors(gates, first_half, second_half)
-                a = (q_tile * to_q).to(DOT)
-                b = (k_tile * to_k).to(DOT)
-                dq_tile = tl.dot(lower, b, input_precision=IP)
-                dk_tile = tl.dot(upper, a, input_precision=IP)
-                through = a.to(tl.float32) * dq_tile - b.to(tl.float32) * dk_tile
+                b = tl.cumsum(gates, 0)
+                rest = (first_half + second_half)[None, :] - b
+                to_q = tl.exp2((b - first_half[None, :]) * LOG2E)
+                x = (q_tile * to_q).to(DOT)
+                to_k = tl.exp2((first_half[None, :] - b) * LOG2E)
+                y = (k_tile * to_k).to(DOT)
+                dq_tile = tl.dot(lower, y, input_precision=IP)
+                dk_tile = tl.dot(upper, x, input_precision=IP)
+                through = x.to(tl.float32) * dq_tile - y.to(tl.float32) * dk_tile
                 dq_tile *= to_q
                 dk_tile *= to_k
             else:
-                gates_next = load_gates(g_rows + token * g_t, g_t, left, d_g, GK, C, 1)
-                read, write = strong_factors(gates, gates_next)
                 dq_tile, dk_tile, through = exact_gradients(
                     q_tile, k_tile, gates, lower, upper, C, LOG_C, GATE, PARTS, DOT, IP
                 )
+                b = tl.cumsum(gates, 0)
+                rest = tl.cumsum(load_gates(g_c, g_t, left, d_g, GK, C, 1), 0, reverse=True)
         dq_tile += diagonal * k_tile
         dk_tile += diagonal * q_tile
 
+        do_tile = load_tile(do_c, do_t, left, d_v, V, C).to(DOT)
         from_S = tl.dot(do_tile, S.to(DOT), input_precision=IP)
+        if GATE != NO_GATE:
+            from_S *= tl.exp2(b * LOG2E)
+            through += q_tile * from_S
+        dq_tile = (dq_tile + from_S) * scale
+        store_tile(dq_rows + token * (H * K), dq_tile, H * K, left, d_k, K, C)
+
+        v_tile = load_tile(v_c, v_t, left, d_v, V, C).to(DOT)
         at = state_at(chunks, chunk_slot + c, head, H, K, V)
         dS = tl.load(at + cell, mask=cells, other=0.0)
         from_dS = tl.dot(v_tile, dS, input_precision=IP)
         if GATE != NO_GATE:
-            from_S *= read
+            write = tl.exp2(rest * LOG2E)
             from_dS *= write
-            through += q_tile * from_S
             written = k_tile * from_dS
+            k_tile *= write
+        dk_tile += from_dS
+        store_tile(dk_rows + token * (H * K), dk_tile, H * K, left, d_k, K, C)
+        if GATE != NO_GATE:
             total = tl.exp2((first_half + second_half) * LOG2E)
             passing = tl.sum(S * dS.to(tl.float32), 0) * total
             S *= total[None, :]
@@ -186,9 +227,4 @@ def gradients_kernel(
             # A gate at the floor is a reset: nothing passes it.
             dg_tile = tl.where(gates > FLOOR, dg_tile, 0.0)
             store_tile(dg_rows + token * (H * GO), dg_tile, H * GO, left, d_go, GO, C)
-            k_tile *= write
         S = tl.dot(tl.trans(v_tile), k_tile.to(DOT), S, input_precision=IP)
-        dq_tile = (dq_tile + from_S) * scale
-        dk_tile += from_dS
-        store_tile(dq_rows + token * (H * K), dq_tile, H * K, left, d_k, K, C)
-        store_tile(dk_rows + token * (H * K), dk_tile, H * K, left, d_k, K, C)

@@ -111,16 +111,16 @@ def config_for(device: Device, K: int, V: int, wide: bool) -> Config:
     memory; fp32, large heads and GPUs with little shared memory get shorter ones.
     """
     BK, BV = _power_of_two(K), _power_of_two(V)
-    small = wide or device.shared < 131072 or max(BK, BV) > 128
-    sweep_BV = min(BV, 64 if small else 128)
+    hopper = device.capability in ((9, 0), (10, 0), (10, 3)) and not wide
+    small = not hopper or max(BK, BV) > 128
     return Config(
-        C=16 if BV > 256 else (32 if small else 64),
+        C=32 if small else 64,
         BK=BK,
-        BV=sweep_BV,
-        grad_BK=min(BK, 16 if BV > 256 else 32),
+        BV=min(BV, 64 if small else 128),
+        grad_BK=min(BK, 32 if small and BV <= 128 else 16),
         grad_BV=BV,
-        sweep_warps=8 if BK * sweep_BV >= 8192 else 4,
-        grad_warps=4,
+        sweep_warps=8,
+        grad_warps=8,
         stages=1 if small else 2,
     )
 
