@@ -24,6 +24,7 @@ COMMANDS = {
     "tokenizer": "tokenizer train: train a SentencePiece tokenizer on text files",
     "data": "data prepare: turn text into shards of tokens",
     "train": "train a model from a recipe",
+    "warmup": "compile the GPU kernels of a recipe before its first step",
     "resume": "go on with a run from its newest checkpoint",
     "eval": "loss, bits per byte, accuracy of a run on its validation split",
     "report": "one page about a run: curves, figures, samples (HTML and PNG)",

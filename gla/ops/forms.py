@@ -86,7 +86,9 @@ def _triton(
     return o, final
 
 
-def choose(impl: str, q: Tensor, v: Tensor, chunk_size: int | None, causal: bool) -> Form:
+def choose(
+    impl: str, q: Tensor, v: Tensor, chunk_size: int | None, causal: bool, normalize: bool
+) -> Form:
     """Return the function that computes this call, or raise ValueError naming the option."""
     for name, value, wanted in (("impl", impl, "auto"), ("chunk_size", chunk_size, None)):
         if not causal and value != wanted:
@@ -94,7 +96,7 @@ def choose(impl: str, q: Tensor, v: Tensor, chunk_size: int | None, causal: bool
                 f"{name}: got {value!r}, expected {wanted!r} with causal=False, which has "
                 f"one way to be computed; fix {name}"
             )
-    dims = (q.shape[-1], v.shape[-1])
+    dims = (q.shape[-1], v.shape[-1] + normalize)  # the normalizer is one more value
     form = resolve(impl, q.shape[1], q.device, (q.dtype, v.dtype), dims)
     if chunk_size is not None and impl in ("recurrent", "triton"):
         fix = "recurrent has no chunks" if impl == "recurrent" else "triton sizes its own"

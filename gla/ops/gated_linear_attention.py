@@ -86,7 +86,7 @@ def gated_linear_attention(
     check_shapes(q, k, v, log_decay, initial_state, cu_seqlens, normalize, causal)
     if checks_enabled():
         q, k, v, log_decay, initial_state = check_values(q, k, v, log_decay, initial_state)
-    form = forms.choose(impl, q, v, chunk_size, causal)
+    form = forms.choose(impl, q, v, chunk_size, causal, normalize)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     state = None if initial_state is None else initial_state.S
     if not normalize:

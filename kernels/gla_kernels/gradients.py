@@ -47,7 +47,6 @@ from gla_kernels.tiles import (
     store_tile,
 )
 
-
 # Value channels of a block of do v^T.
 VBLOCK = tl.constexpr(32)
 

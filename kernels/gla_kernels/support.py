@@ -91,7 +91,8 @@ def refusal(
         return f"fp32, bf16 or fp16 in place of {dtype}"
     for name, size in (("key", K), ("value", V)):
         if size > MAX_HEAD_DIM:
-            return f"a {name} dimension of at most {MAX_HEAD_DIM} in place of {size}"
+            more = ", one of them the normalizer" if size == MAX_HEAD_DIM + 1 == V else ""
+            return f"a {name} dimension of at most {MAX_HEAD_DIM} in place of {size}{more}"
     found = device_of(device)
     if found.is_nvidia and found.capability < (8, 0):
         name = f"{found.name} (sm_{found.capability[0]}{found.capability[1]})"

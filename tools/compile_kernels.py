@@ -1,0 +1,235 @@
+"""Compile the kernels for GPUs that are not here; fail on a spill or on too much shared memory.
+
+    python tools/compile_kernels.py [--targets 80,90,100,120,gfx942] [--cases TEXT] [--json FILE]
+
+The launchers of ``gla_kernels`` run against a pretended GPU, so that what is compiled is exactly
+what a call would use; nothing is executed. Registers and spills are those ptxas reports.
+Instruction counts are of the PTX: places in the code, not executions. Spills count as a failure
+of bf16 up to K = V = 128 on sm_80, sm_90 and sm_100; needs no GPU and no driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+
+import triton
+from gla_kernels import launch
+from gla_kernels.support import Device
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+DEVICES = {
+    "80": Device("A100", (8, 0), 166912, 108),
+    "90": Device("H100", (9, 0), 232448, 132),
+    "100": Device("B200", (10, 0), 232448, 148),
+    "120": Device("a 99 KB consumer card", (12, 0), 101376, 84),
+    "gfx942": Device("MI300X", (0, 0), 65536, 304),
+}
+NO_SPILLS = ("80", "90", "100")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COUNTS = {
+    "wgmma": r"wgmma\.mma_async",
+    "mma": r"mma\.sync|v_mfma",
+    "tcgen05": r"tcgen05\.mma",
+    "cp.async": r"cp\.async\.c[ag]",
+    "ex2": r"ex2\.approx|v_exp_f32",
+}
+
+
+class PretendedDriver:
+    """The part of Triton's driver that compiling asks for."""
+
+    def __init__(self, target: str) -> None:
+        amd = target.startswith("gfx")
+        self.name = target
+        self.target = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target), 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return list(DEVICES).index(self.name)  # kernels are kept by the number of their device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def pretending(target: str) -> Iterator[list[dict[str, Any]]]:
+    """Within the block every launch is compiled for ``target`` and recorded, none executed."""
+    rows: list[dict[str, Any]] = []
+    run, device_of = JITFunction.run, launch.device_of
+    active = triton.runtime.driver._active
+
+    def compile_only(self, *args, grid, warmup, **options):
+        log, start = io.StringIO(), time.perf_counter()
+        with contextlib.redirect_stdout(log):
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if log.getvalue() or target.startswith("gfx"):
+            seconds = time.perf_counter() - start
+            rows.append(_row(self.__name__, target, kernel, log.getvalue(), seconds))
+
+    triton.runtime.driver.set_active(PretendedDriver(target))
+    triton.knobs.compilation.always_compile = True
+    triton.knobs.nvidia.dump_ptxas_log = True
+    JITFunction.run = compile_only
+    launch.device_of = lambda _: DEVICES[target]
+    try:
+        yield rows
+    finally:
+        JITFunction.run, launch.device_of = run, device_of
+        triton.runtime.driver._active = active
+
+
+def _row(name: str, target: str, kernel: Any, log: str, seconds: float) -> dict[str, Any]:
+    text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+
+    def total(pattern: str, where: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, where))
+
+    if target.startswith("gfx"):
+        registers = total(r"\.vgpr_count:\s+(\d+)", text)
+        spills = 4 * total(r"\.vgpr_spill_count:\s+(\d+)", text)
+    else:
+        registers = total(r"Used (\d+) registers", log)
+        spills = total(r"(\d+) bytes spill (?:stores|loads)", log)
+    row = {"kernel": name, "target": target, "registers": registers, "spills": spills}
+    row |= {
+        "shared": kernel.metadata.shared,
+        "fits": kernel.metadata.shared <= DEVICES[target].shared,
+    }
+    row |= {what: len(re.findall(pattern, text)) for what, pattern in COUNTS.items()}
+    row["warps"], row["seconds"] = kernel.metadata.num_warps, round(seconds, 2)
+    return row
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call the op; gates: none, fixed, head or channel."""
+
+    K: int
+    V: int
+    gate: str = "channel"
+    dtype: str = "bf16"
+    packed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.K}x{self.V} {self.gate} {self.dtype}{' packed' if self.packed else ''}"
+
+
+# Those of the budget first; a normalizer is one more value channel.
+CASES = (
+    *(Case(D, D, gate) for D in (128, 64) for gate in ("none", "fixed", "head", "channel")),
+    Case(128, 128, packed=True),
+    Case(64, 65),
+    Case(64, 128),
+    Case(256, 256),
+    *(Case(D, D, dtype=dtype) for D in (64, 128) for dtype in ("fp16", "fp32")),
+)
+
+
+def compile_case(target: str, case: Case) -> list[dict[str, Any]]:
+    """Compile all launches of one call: forward, backward, one pass, segmented, decoding."""
+    B, T, H, dtype = 1, 1024, 2, DTYPES[case.dtype]
+    q, k = (torch.empty(B, T, H, case.K, dtype=dtype) for _ in range(2))
+    v, do = (torch.empty(B, T, H, case.V, dtype=dtype) for _ in range(2))
+    shapes = {"none": None, "fixed": (H,), "head": (B, T, H), "channel": (B, T, H, case.K)}
+    shape = shapes[case.gate]
+    g = None if shape is None else torch.empty(shape, dtype=dtype)
+    cu = torch.tensor([0, 500, T]) if case.packed else None
+    with pretending(target) as rows:
+        for how, segment in (("one pass", T), ("segmented", 512)):
+            call, before = launch.Call(q, k, v, g, cu, 1.0, segment), len(rows)
+            _, _, bounds = launch.forward(call, None)
+            launch.backward(call, None, bounds, do, None)
+            for row in rows[before:]:
+                row["of"] = how
+        before, one = len(rows), slice(0, 1)
+        if not case.packed:
+            token = g[:, one] if g is not None and g.dim() > 1 else g
+            call = launch.Call(q[:, one], k[:, one], v[:, one], token, None, 1.0)
+            call.recurrent(call.new_state(1), torch.empty_like(v[:, one]), call.new_state(1))
+        for row in rows[before:]:
+            row["of"] = "decoding"
+    return [row | {"call": str(case)} for row in rows]
+
+
+def faults(rows: list[dict[str, Any]]) -> list[str]:
+    """What must not be: spills, too much shared memory, products without tensor cores."""
+    found = []
+    for row in rows:
+        where = f"{row['kernel']} ({row['call']}, {row['of']}) on {row['target']}"
+        held = any(row["call"].startswith(f"{D}x{D} ") for D in (64, 128)) and "bf16" in row["call"]
+        if row["spills"] and row["target"] in NO_SPILLS and held:
+            found.append(f"{where}: {row['spills']} bytes of spills")
+        if not row["fits"]:
+            found.append(f"{where}: {row['shared']} bytes of shared memory")
+        multiplies = row["kernel"] in ("sweep_kernel", "gradients_kernel")
+        if multiplies and not (row["wgmma"] or row["mma"] or row["tcgen05"]):
+            found.append(f"{where}: no tensor-core instruction")
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    names = ["call", "kernel", "of", "target", "warps", "registers", "spills", "shared"]
+    names += [*COUNTS, "seconds"]
+    body = [names, *([str(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in body) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in body
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--targets", default=",".join(DEVICES))
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cases = [case for case in CASES if options.cases in str(case)]
+    rows = [
+        row
+        for target in options.targets.split(",")
+        for case in cases
+        for row in compile_case(target, case)
+    ]
+    print(table(rows))
+    print(f"Triton {triton.__version__}, torch {torch.__version__}")
+    for how in ("one pass", "segmented"):
+        first = [r for r in rows if (r["call"], r["of"]) == (rows[0]["call"], how)]
+        first = [r for r in first if r["target"] == rows[0]["target"]]
+        seconds = sum(row["seconds"] for row in first)
+        print(f"first use, {how}, {rows[0]['call']}: {len(first)} kernels, {seconds:.1f} s")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    found = faults(rows)
+    print("\n".join(found), file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
