@@ -47,9 +47,6 @@ from gla_kernels.tiles import (
     store_tile,
 )
 
-# Value channels of a block of do v^T.
-VBLOCK = tl.constexpr(32)
-
 
 @triton.jit
 def score_gradients(
@@ -57,7 +54,7 @@ def score_gradients(
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """dP [C, C] below its diagonal, what lies above the diagonal of its transpose, the diagonal."""
-    VB: tl.constexpr = VBLOCK if BV > VBLOCK else BV
+    VB: tl.constexpr = BV // 2 if BV > 32 else BV  # in two halves, for the registers
     t = tl.arange(0, C)
     dP = tl.zeros([C, C], tl.float32)
     dPT = tl.zeros([C, C], tl.float32)
@@ -224,6 +221,7 @@ def gradients_kernel(
             dg_tile = tl.cumsum(through, 0, reverse=True) + passing[None, :]
             dg_tile += tl.cumsum(written, 0) - written
             # A gate at the floor is a reset: nothing passes it.
+            gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
             dg_tile = tl.where(gates > FLOOR, dg_tile, 0.0)
             store_tile(dg_rows + token * (H * GO), dg_tile, H * GO, left, d_go, GO, C)
         S = tl.dot(tl.trans(v_tile), k_tile.to(DOT), S, input_precision=IP)
