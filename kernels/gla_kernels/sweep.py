@@ -69,9 +69,9 @@ def scores(
             gates = load_gates(g, g_t, left, d_g, K if GATE == 2 else 1, C, 0)
             first, second = half_sums(gates, C)
             if is_mild(first, second):
-                x = (tl.cumsum(gates, 0) - first[None, :]) * LOG2E
-                a = (q_tile.to(tl.float32) * scale * tl.exp2(x)).to(DOT)
-                b = (k_tile.to(tl.float32) * tl.exp2(-x)).to(DOT)
+                e = (tl.cumsum(gates, 0) - first[None, :]) * LOG2E
+                a = (q_tile.to(tl.float32) * scale * tl.exp2(e)).to(DOT)
+                b = (k_tile.to(tl.float32) * tl.exp2(-e)).to(DOT)
                 P = pairs_of(a, b, P, REVERSE, IP)
             else:
                 x = q_tile.to(tl.float32) * scale
@@ -100,6 +100,7 @@ def pairs_of(a, b, P, REVERSE: tl.constexpr, IP: tl.constexpr):
 
 @triton.jit
 def load_scaled(p, stride, left, d, K: tl.constexpr, C: tl.constexpr, e, scale, GATE: tl.constexpr):
+    """Rows of q or k in fp32, times scale and exp(e)."""
     x = load_tile(p, stride, left, d, K, C).to(tl.float32) * scale
     if GATE != NO_GATE:
         x *= tl.exp2(e * LOG2E)
