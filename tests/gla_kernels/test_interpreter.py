@@ -40,7 +40,8 @@ def masked_off(x, y):
 @triton.jit
 def right(x):
     t = tl.arange(0, 8) + 8 * tl.program_id(0)
-    tl.store(x + t, tl.load(x + t) * 3)
+    value = tl.load(x + t)
+    tl.store(x + t, value * value)
 
 x, y = torch.ones(16), torch.ones(16)
 """
@@ -75,5 +76,7 @@ def test_masked_off_values_are_nan(tmp_path: Path) -> None:
 
 
 def test_a_right_kernel_passes_and_bf16_multiplies(tmp_path: Path) -> None:
-    done = run("z = x.bfloat16(); right[(2,)](z); print(z.tolist() == [3.0] * 16)", tmp_path)
+    done = run(
+        "z = (x * 1.5).bfloat16(); right[(2,)](z); print(z.tolist() == [2.25] * 16)", tmp_path
+    )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
