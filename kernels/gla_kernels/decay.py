@@ -38,18 +38,19 @@ CHANNEL_GATE = tl.constexpr(2)
 
 
 @triton.jit
-def sums(weights, x, GATE: tl.constexpr, PARTS: tl.constexpr):
+def sums(weights, x, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
     """weights [C, C] of 0 and 1 times x [C, D] fp32, to PARTS * 8 bits of every entry of x."""
-    if GATE == CHANNEL_GATE:
-        w = weights.to(tl.bfloat16)
+    if GATE != CHANNEL_GATE:
+        x = tl.broadcast_to(x, [C, 16])  # the narrowest product there is
+    w = weights.to(tl.bfloat16)
+    part = x.to(tl.bfloat16)
+    total = tl.dot(w, part)
+    for _ in tl.static_range(PARTS - 1):
+        x = x - part.to(tl.float32)
         part = x.to(tl.bfloat16)
-        total = tl.dot(w, part)
-        for _ in tl.static_range(PARTS - 1):
-            x = x - part.to(tl.float32)
-            part = x.to(tl.bfloat16)
-            total = tl.dot(w, part, total)
-    else:
-        total = tl.sum(weights.to(tl.float32) * tl.trans(x), 1, keep_dims=True)
+        total = tl.dot(w, part, total)
+    if GATE != CHANNEL_GATE:
+        total = tl.max(total, 1, keep_dims=True)  # of 16 equal columns
     return total
 
 
@@ -96,7 +97,7 @@ def level_tiles(
     q, k, g, level, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr
 ):
     """One level: q of right halves and k of left halves, times their decays; and those."""
-    e = tl.exp2(sums(level_weights(level, C), g, GATE, PARTS) * LOG2E)
+    e = tl.exp2(sums(level_weights(level, C), g, C, GATE, PARTS) * LOG2E)
     right = (((tl.arange(0, C) >> level) & 1) == 1)[:, None]
     return tl.where(right, q * e, 0.0).to(DOT), tl.where(right, 0.0, k * e).to(DOT), e
 

@@ -211,14 +211,14 @@ def gradients_kernel(
         dk_tile += from_dS
         store_tile(dk_rows + token * (H * K), dk_tile, H * K, left, d_k, K, C)
         if GATE != NO_GATE:
-            total = tl.exp2((first_half + second_half) * LOG2E)
-            passing = tl.sum(S * dS.to(tl.float32), 0) * total
-            S *= total[None, :]
-            if GATE == 1:
-                passing = tl.sum(passing, 0, keep_dims=True)
+            total = tl.exp2((first_half + second_half) * LOG2E)[None, :]
+            passing = tl.sum(S * dS.to(tl.float32), 0, keep_dims=True) * total
+            S *= total
+            if GATE == 1:  # matrices throughout: a sum of a vector does not compile for sm_100
+                passing = tl.sum(passing, 1, keep_dims=True)
                 through = tl.sum(through, 1, keep_dims=True)
                 written = tl.sum(written, 1, keep_dims=True)
-            dg_tile = tl.cumsum(through, 0, reverse=True) + passing[None, :]
+            dg_tile = tl.cumsum(through, 0, reverse=True) + passing
             dg_tile += tl.cumsum(written, 0) - written
             # A gate at the floor is a reset: nothing passes it.
             gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
