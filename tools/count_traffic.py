@@ -1,6 +1,7 @@
 """Count what the kernels move and compute, in Triton's interpreter: the budget, measured.
 
     python tools/count_traffic.py [--tokens 1024] [--size 128] [--gate channel] [--segment 512]
+        [--growth]
 
 For each launch of a forward and a backward call (B = H = 1, bf16, the gate in bf16 too): the
 distinct bytes it touches and the bytes it asks for, dot FLOPs and exponentials, per token and
@@ -189,6 +190,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=128, help="K = V")
     parser.add_argument("--gate", default="channel", choices=("none", "head", "channel"))
     parser.add_argument("--segment", type=int, default=512)
+    parser.add_argument("--growth", action="store_true", help="FLOPs at twice the tokens, too")
     options = parser.parse_args()
     interpreter.fix_bf16()
     floor = least(options.size, options.size, options.gate)
@@ -207,6 +209,14 @@ def main() -> int:
                 f"  floor {bytes_ms:5.2f} ms (bytes) {flops_ms:5.2f} ms (FLOPs)"
                 f"  beside the kernels: {', '.join(x.operations) or 'nothing'}"
             )
+        if options.growth and name == "one pass":
+            T = 2 * options.tokens
+            longer = measure(T, options.size, options.size, options.gate, T)
+            lines += [
+                f"FLOPs per token, {which}, T {T} over {options.tokens}:"
+                f" {longer[which].flops / x.flops:5.3f}"
+                for which, x in totals.items()
+            ]
     print("\n".join(lines))
     return 0
 

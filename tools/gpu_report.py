@@ -1,10 +1,9 @@
 """Everything that only a GPU can show, in one command.
 
-    python tools/gpu_report.py [--quick] [--out benchmarks]
+    python tools/gpu_report.py [--quick] [--out benchmarks] [--dry-run]
 
 1. Parity: o, the final state and every gradient against the loop in float64, for each dtype, gate
-and
-   gate level, one pass and segmented forced in turn, T from 1 to 65,537 (long ones against the
+   and gate level, one pass and segmented forced in turn, T from 1 to 65,537 (long ones against the
    torch form in fp64), and an offset past 2**31.
 2. Times: forward and forward + backward against SDPA (flash) and, where installed,
    flash-linear-attention, over the six published shapes, K = V of 64 and 128, and few heads; with
@@ -12,7 +11,8 @@ and
 3. Decode steps at batch 1 to 256, the first call's compile time, peak memory.
 
 Writes a dated JSON and a Markdown table, with hardware and versions, to the folder. Without a GPU
-it says so and does nothing. Sizes: B rows, T tokens, H heads, K key dimension, V value dimension.
+it says so and does nothing; ``--dry-run`` goes through every part in Triton's interpreter at tiny
+sizes, where times mean nothing. Sizes: B rows, T tokens, H heads, K, V key and value dimension.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import datetime
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -33,6 +34,12 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+
+# Triton looks at this when it is imported.
+DRY = "--dry-run" in sys.argv
+if DRY:
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cpu" if DRY else "cuda"
 
 PUBLISHED = (
     (1, 8192, 96, 128),
@@ -51,6 +58,11 @@ LONG = (4095, 4096, 65535, 65536, 65537)
 
 def parity_cases(quick: bool) -> Iterator[dict[str, Any]]:
     """Keywords of ``make_inputs``, and how to cut the sequence."""
+    if DRY:
+        small = dict(dtype=torch.bfloat16, heads=1, key_dim=16, value_dim=16)
+        yield small | dict(tokens=130, segment=64)
+        yield small | dict(offsets=[0, 3, 3, 70], tokens=70)
+        return
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for dtype in dtypes[1:2] if quick else dtypes:
         for gate in ("none", "fixed", "head", "channel"):
@@ -81,12 +93,12 @@ def parity(case: dict[str, Any]) -> dict[str, float]:
     segment, offsets = case.pop("segment", None), case.pop("offsets", None)
     sizes = dict(batch=1, tokens=150, heads=2, key_dim=64, value_dim=64) | case
     rows = None if offsets is None else len(offsets) - 1
-    inputs = make_inputs(**sizes, sequences=rows, device="cuda")
+    inputs = make_inputs(**sizes, sequences=rows, device=DEVICE)
     assert inputs.initial_state is not None
     tensors = dict(q=inputs.q, k=inputs.k, v=inputs.v, g=inputs.log_decay, S=inputs.initial_state.S)
     leaves = {n: x.clone().requires_grad_() for n, x in tensors.items() if x is not None}
     wide = {n: x.detach().double().cpu().requires_grad_() for n, x in leaves.items()}
-    cu = None if offsets is None else torch.tensor(offsets, device="cuda")
+    cu = None if offsets is None else torch.tensor(offsets, device=DEVICE)
     names = ("q", "k", "v", "g", "S")
     o, S = chunkwise(*(leaves.get(n) for n in names), cu, 0.3, segment)  # type: ignore[arg-type]
     expected = recurrence(
@@ -113,7 +125,8 @@ def long_parity(T: int, segment: int | None) -> dict[str, float]:
     import gla
     from gla.testing import error, limit, make_inputs
 
-    inputs = make_inputs(1, T, 2, 64, 64, dtype=torch.bfloat16, state=False, device="cuda")
+    D = 16 if DRY else 64
+    inputs = make_inputs(1, T, 2, D, D, dtype=torch.bfloat16, state=False, device=DEVICE)
     leaves = [x.requires_grad_() for x in inputs[:4] if x is not None]
     wide = [x.detach().double().requires_grad_() for x in leaves]
     o, S = chunkwise(*leaves, None, None, 0.125, segment)
@@ -135,8 +148,8 @@ def far_offset() -> dict[str, float]:
 
     from gla.testing import error, limit
 
-    B, T, H, D = 1, 65600, 256, 128
-    q, k, v, g = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    B, T, H, D = (1, 70, 2, 16) if DRY else (1, 65600, 256, 128)
+    q, k, v, g = (torch.randn(B, T, H, D, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     g = F.logsigmoid(g) / 16
     o, S = chunkwise(q, k, v, g, None, None, 0.1)
     alone, S_alone = chunkwise(*(x[:, :, -1:].contiguous() for x in (q, k, v, g)), None, None, 0.1)
@@ -146,7 +159,11 @@ def far_offset() -> dict[str, float]:
 
 def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
     """Median time of a call, with the L2 cache flushed before each."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    if DRY:
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     for _ in range(3):
         run()
     times = []
@@ -163,7 +180,7 @@ def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes a second, read and written, of a large copy."""
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    x = torch.empty(1 << (20 if DRY else 30), dtype=torch.uint8, device=DEVICE)
     y = torch.empty_like(x)
     return 2 * x.numel() / (milliseconds(lambda: y.copy_(x)) / 1e3)
 
@@ -193,7 +210,7 @@ def contenders() -> dict[str, Callable[..., torch.Tensor]]:
 def times(shape: tuple[int, int, int, int], bandwidth: float) -> dict[str, Any]:
     """Times of all contenders at one shape in bf16, the roofline, and peak memory."""
     B, T, H, D = shape
-    q, k, v, g = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, g = (torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v, F.logsigmoid(g).detach() / 16)]
     do = torch.randn_like(v)
     must_move = 2 * D * B * T * H * (5 + 9)
@@ -207,11 +224,13 @@ def times(shape: tuple[int, int, int, int], bandwidth: float) -> dict[str, Any]:
             return torch.autograd.grad(run(*leaves), inputs, upstream)
 
         try:
-            torch.cuda.reset_peak_memory_stats()
+            if not DRY:
+                torch.cuda.reset_peak_memory_stats()
             with torch.no_grad():
                 forward = milliseconds(lambda run=run: run(*leaves))
             row[name] = {"forward ms": forward, "both ms": milliseconds(both)}
-            row[name]["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
+            if not DRY:
+                row[name]["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
         except RuntimeError as e:  # a contender may not take the shape
             row[name] = {"refused": str(e).splitlines()[0]}
     return row
@@ -221,10 +240,11 @@ def decode(batch: int) -> float:
     """Milliseconds of one token's step at H 16, K = V = 128."""
     from gla_kernels.ops import chunkwise
 
+    H = 1 if DRY else 16
     q, k, v, g = (
-        torch.randn(batch, 1, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+        torch.randn(batch, 1, H, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)
     )
-    state = torch.randn(batch, 16, 128, 128, device="cuda")
+    state = torch.randn(batch, H, 128, 128, device=DEVICE)
     with torch.no_grad():
         return milliseconds(lambda: chunkwise(q, k, v, -g.abs(), state, None, 0.1))
 
@@ -233,11 +253,13 @@ def first_call() -> float:
     """Seconds of a first forward and backward in this process."""
     from gla_kernels.ops import chunkwise
 
-    leaves = [torch.randn(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    T, D = (64, 16) if DRY else (512, 128)
+    leaves = [torch.randn(1, T, 2, D, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
     leaves = [x.requires_grad_() for x in (*leaves[:3], -leaves[3].abs())]
     start = time.perf_counter()
     chunkwise(*leaves, None, None, 0.1)[0].sum().backward()
-    torch.cuda.synchronize()
+    if not DRY:
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -273,30 +295,40 @@ def main() -> int:
         "--quick", action="store_true", help="bf16 parity and the published shapes only"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks")
+    parser.add_argument("--dry-run", action="store_true", help="interpreted, at tiny sizes")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if DRY:
+        from tools import interpreter
+
+        interpreter.fix_bf16()
+    elif not torch.cuda.is_available():
         print("no GPU here: nothing to report", file=sys.stderr)
         return 1
     import triton
 
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
+        "device": "Triton's interpreter" if DRY else torch.cuda.get_device_name(),
         "date": datetime.date.today().isoformat(),
         "versions": [f"torch {torch.__version__}", f"Triton {triton.__version__}"],
         "first call s": first_call(),
     }
     report["parity"] = {str(case): parity(case) for case in parity_cases(options.quick)}
-    for T in LONG[:2] if options.quick else LONG:
-        for segment in (None, 256):
+    lengths = (130,) if DRY else (LONG[:2] if options.quick else LONG)
+    for T in lengths:
+        for segment in (None, 64 if DRY else 256):
             report["parity"][f"T {T}, segment {segment}"] = long_parity(T, segment)
     if not options.quick:
         report["parity"]["offsets past 2**31"] = far_offset()
     report["copy bandwidth"] = copy_bandwidth()
     shapes = PUBLISHED if options.quick else PUBLISHED + FEW_HEADS + SHORT
+    shapes = ((1, 70, 1, 16),) if DRY else shapes
     report["times"] = [times(shape, report["copy bandwidth"]) for shape in shapes]
-    report["decode"] = {batch: decode(batch) for batch in (1, 4, 16, 64, 256)}
+    report["decode"] = {batch: decode(batch) for batch in ((1,) if DRY else (1, 4, 16, 64, 256))}
     options.out.mkdir(exist_ok=True)
-    stem = options.out / f"{report['date']}-{report['device'].lower().replace(' ', '-')}"
+    stem = (
+        options.out
+        / f"{report['date']}-{report['device'].lower().replace(' ', '-').replace(chr(39), '')}"
+    )
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1))
     stem.with_suffix(".md").write_text(markdown(report))
     print(markdown(report))

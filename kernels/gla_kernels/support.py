@@ -114,11 +114,13 @@ def config_for(device: Device, K: int, V: int, wide: bool) -> Config:
     BK, BV = _power_of_two(K), _power_of_two(V)
     hopper = device.capability in ((9, 0), (10, 0), (10, 3)) and not wide
     small = not hopper or max(BK, BV) > 128
+    # What a program of the gradients holds without spilling registers.
+    narrow = BV > 128 or (device.capability == (9, 0) and not small)
     return Config(
         C=32 if small else 64,
         BK=BK,
         BV=min(BV, 64 if small else 128),
-        grad_BK=min(BK, 32 if small and BV <= 128 else 16),
+        grad_BK=min(BK, 16 if narrow else 32),
         grad_BV=BV,
         sweep_warps=8,
         grad_warps=8,

@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from oracle import recurrence  # noqa: E402
 
 from gla.testing import error, limit, make_inputs  # noqa: E402
+from tests.ops import agreement  # noqa: E402
 from tools import interpreter  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -84,6 +85,12 @@ GROUPS: dict[str, list[dict]] = {
         dict(tokens=150, offsets=[0, 3, 3, 70, 150], heads=1),
         dict(tokens=130, offsets=[0, 1, 130, 130], heads=1, gate="none", dtype=BF16),
         dict(tokens=70, offsets=[0, 0, 64, 70], heads=1, state=False),
+    ],
+    "op": [
+        dict(through_op=True, tokens=37),
+        dict(through_op=True, tokens=37, normalizer=True, positive=True, gate="head"),
+        dict(through_op=True, tokens=20, normalizer=True, positive=True, dtype=BF16),
+        dict(through_op=True, tokens=1, dtype=BF16, gate="fixed"),
     ],
     "packed segments": [
         dict(tokens=250, offsets=[0, 3, 150, 150, 250], segment=64, heads=1),
@@ -149,6 +156,22 @@ def run(
     return errors
 
 
+def run_op(**keywords) -> dict[str, float]:
+    """The same through ``gla.gated_linear_attention(impl="triton")``, normalizer included."""
+    sizes: dict[str, Any] = dict(batch=2, heads=1, key_dim=16, value_dim=16) | keywords
+    inputs = make_inputs(**sizes)
+    normalize = keywords.get("normalizer", False)
+    got = agreement.evaluate(inputs, "triton", normalize=normalize)
+    want = agreement.expect(inputs, normalize=normalize)
+    errors = {}
+    for name, x in got.values.items():
+        errors[name] = error(x, want.values[name]) / limit(inputs.q.dtype)
+    for name, x in got.gradients.items():
+        distance = error(x, want.gradients[name])
+        errors["d" + name] = distance / limit(inputs.q.dtype, gradient=True)
+    return errors
+
+
 def _strided(x: torch.Tensor) -> torch.Tensor:
     """The same values as a slice of a wider tensor whose heads lie before its tokens."""
     if x.dim() < 4 or (x.dtype == torch.float32 and x.shape[1] == 1):
@@ -164,7 +187,9 @@ def main() -> None:
     interpreter.add_checks()
     for keywords in GROUPS[sys.argv[1]]:
         label = ", ".join(f"{name} {value}" for name, value in keywords.items())
-        print(json.dumps({"case": label, "errors": run(**keywords)}), flush=True)
+        options = dict(keywords)
+        measure = run_op if options.pop("through_op", False) else run
+        print(json.dumps({"case": label, "errors": measure(**options)}), flush=True)
 
 
 if __name__ == "__main__":

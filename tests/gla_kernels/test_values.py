@@ -26,6 +26,7 @@ GROUPS = (
     "segments",
     "packed",
     "packed segments",
+    "op",
 )
 
 
