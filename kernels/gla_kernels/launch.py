@@ -50,7 +50,8 @@ class Call:
         self.scale, self.cu = scale, cu_seqlens
         self.wide = q.dtype == torch.float32 or v.dtype == torch.float32
         self.device = device_of(q.device)
-        self.config: Config = config_for(self.device, self.K, self.V, self.wide)
+        gated = log_decay is not None
+        self.config: Config = config_for(self.device, self.K, self.V, self.wide, gated)
         self.L = segment or segment_length(self.device, self.config, self.B, self.T, self.H, self.V)
         self.q, self.k, self.v = (_rows(x, self.config.C) for x in (q, k, v))
         self.g, self.channels = None, False

@@ -105,8 +105,8 @@ def _power_of_two(n: int) -> int:
 
 
 @functools.cache
-def config_for(device: Device, K: int, V: int, wide: bool) -> Config:
-    """The configuration of a call; ``wide``: products in fp32.
+def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Config:
+    """The configuration of a call; ``wide``: products in fp32; ``gated``: there is a gate.
 
     Chunks of 64 tokens suit Hopper's matrix units, and halve the states that go through
     memory; fp32, large heads and GPUs with little shared memory get shorter ones.
@@ -115,7 +115,7 @@ def config_for(device: Device, K: int, V: int, wide: bool) -> Config:
     hopper = device.capability in ((9, 0), (10, 0), (10, 3)) and not wide
     small = not hopper or max(BK, BV) > 128
     # What a program of the gradients holds without spilling registers.
-    narrow = BV > 128 or (device.capability == (9, 0) and not small)
+    narrow = BV > 128 or (device.capability == (9, 0) and gated and not small)
     return Config(
         C=32 if small else 64,
         BK=BK,

@@ -116,6 +116,7 @@ def through_state(
     """A block of key channels d of the state: what it adds to o, and it after the chunk."""
     read = 0.0
     write = 0.0
+    all_ = 0.0
     if GATE != NO_GATE:
         GK: tl.constexpr = K if GATE == 2 else 1
         d_g = d if GATE == 2 else tl.arange(0, 1)

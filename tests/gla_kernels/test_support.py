@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from gla_kernels import support
@@ -59,8 +61,8 @@ def test_the_cpu_is_taken_by_the_interpreter_only(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("K", [1, 16, 48, 64, 100, 128, 200, 256])
 @pytest.mark.parametrize("V", [1, 64, 129, 256])
 def test_tiles_cover_every_size(device: Device, K: int, V: int) -> None:
-    for wide in (False, True):
-        config = config_for(device, K, V, wide)
+    for wide, gated in itertools.product((False, True), repeat=2):
+        config = config_for(device, K, V, wide, gated)
         assert config.BK >= K
         assert config.grad_BV >= V
         for block in (config.C, config.BK, config.BV, config.grad_BK, config.grad_BV):
@@ -81,7 +83,7 @@ def test_tiles_cover_every_size(device: Device, K: int, V: int) -> None:
 def test_sequences_are_cut_only_where_heads_leave_the_gpu_idle(
     B: int, T: int, H: int, cut: bool
 ) -> None:
-    config = config_for(H100, 64, 64, False)
+    config = config_for(H100, 64, 64, False, True)
     L = segment_length(H100, config, B, T, H, 64)
     assert L % config.C == 0
     assert (L < T) == cut
