@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,22 @@ def test_pretrained_weights_are_taken(encoder_recipe, tmp_path):
     with pytest.raises(ConfigError, match=r"pretrained: got a run with layers mine\*2 of"):
         train(other, tmp_path / "other")
     assert not (tmp_path / "other" / "config.toml").exists()
+
+
+def test_a_run_killed_before_its_first_checkpoint_takes_pretrained_weights_again(
+    encoder_recipe, tmp_path
+):
+    train(encoder_recipe("masked", train__steps=5), tmp_path / "mlm")
+    config = encoder_recipe(
+        objective__pretrained=str(tmp_path / "mlm"), train__steps=2, train__ema_decay=0.9
+    )
+    train(config, tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / "step-00000002"
+    files = [step / "model.safetensors", step / "average.safetensors"]
+    before = [file.read_bytes() for file in files]
+    shutil.rmtree(step.parent)
+    resume(tmp_path / "run")
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_a_model_of_the_other_kind_is_refused(encoder_recipe, folder, tmp_path):
