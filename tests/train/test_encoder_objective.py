@@ -18,7 +18,7 @@ from gla.data.chunks import ChunkLoader
 from gla.data.loader import IGNORE
 from gla.data.prepare import prepare
 from gla.data.tokenizer import Tokenizer
-from gla.errors import ConfigError
+from gla.errors import CheckpointError, ConfigError
 from gla.models.encoder import Encoder
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig, build
@@ -220,6 +220,13 @@ def test_a_run_killed_before_its_first_checkpoint_takes_pretrained_weights_again
     shutil.rmtree(step.parent)
     resume(tmp_path / "run")
     assert [file.read_bytes() for file in files] == before
+
+
+def test_the_share_of_masked_tokens_is_kept_for_good(encoder_recipe, tmp_path):
+    train(encoder_recipe("masked", train__steps=1), tmp_path / "run")
+    changed = [("objective.mask_fraction", "0.4"), ("train.steps", "2")]
+    with pytest.raises(CheckpointError, match=r"objective\.mask_fraction: got 0\.4, expected 0\."):
+        resume(tmp_path / "run", overrides=changed)
 
 
 def test_a_model_of_the_other_kind_is_refused(encoder_recipe, folder, tmp_path):

@@ -262,6 +262,14 @@ def test_a_warmup_longer_than_the_run_is_cut_with_a_note(tmp_path: Path, recipe:
     assert max(line["lr"] for line in lines(tmp_path / "run") if "lr" in line) == 1e-2
 
 
+def test_a_groups_warmup_that_is_cut_is_noted(tmp_path: Path, recipe: Recipe) -> None:
+    groups = [{"pattern": "embed", "lr_factor": 0.5}, {"pattern": "gate", "warmup_steps": 50}]
+    train(recipe(optim__groups=groups), tmp_path / "run", device="cpu")
+    note = "optim.groups[1].warmup_steps: 50 is longer than the run of 6 steps; cut to 2\n"
+    log = (tmp_path / "run/log.txt").read_text()
+    assert note in log and log.count("is longer than the run") == 1
+
+
 def test_training_works_outside_the_main_thread(tmp_path: Path, recipe: Recipe) -> None:
     results = []
     thread = threading.Thread(
@@ -296,6 +304,14 @@ def test_resume_of_a_finished_run_changes_no_weight_and_can_be_extended(
     assert tree(run / "checkpoints") == before
     assert resume(run, overrides=[("train.steps", "9")], device="cpu").step == 9
     assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, 10))
+
+
+def test_resume_refuses_to_end_before_its_checkpoint(tmp_path: Path, recipe: Recipe) -> None:
+    train(recipe(), tmp_path / "run", device="cpu")
+    before = tree(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"train\.steps: got 5, expected at least 6, .*step-0+6;"):
+        resume(tmp_path / "run", overrides=[("train.steps", "5")], device="cpu")
+    assert tree(tmp_path / "run") == before
 
 
 def test_resume_refuses_another_architecture_and_names_the_field(
