@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gla.cli.arguments import Run, call, print_json
-from gla.errors import DataError
+from gla.errors import CheckpointError, DataError
 
 
 def run(argv: Sequence[str]) -> int:
@@ -119,7 +119,13 @@ def measure(
             f"those of {run / 'tokenizer'} ({tokenizer.fingerprint[:12]}…); "
             f"fix with gla data prepare … --tokenizer {run / 'tokenizer'}"
         )
-    checkpoint = find_checkpoint(run / "checkpoints" / BEST if best else run)
+    kept = run / "checkpoints" / BEST
+    if best and not kept.exists():
+        raise CheckpointError(
+            f"{kept}: got none, expected the checkpoint with the lowest validation loss; fix by "
+            "training with checkpoint.keep_best = true, or leave out --best"
+        )
+    checkpoint = find_checkpoint(kept if best else run)
     if not allow_tokenizer_change:
         check_tokenizer(checkpoint, tokenizer.fingerprint)
     precision = resolve_precision(config.train.precision, place)

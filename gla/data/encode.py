@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gla.data.children import exit_with_parent
+from gla.data.children import exit_with_parent, started_deaf
 from gla.data.corpus import Document
 from gla.data.shards import text_digest
 from gla.data.tokenizer import Tokenizer
@@ -52,7 +53,9 @@ def encode(
     try:
         for batch in _batches(documents):
             splits = [split for split, _ in batch]
-            waiting.append((splits, pool.submit(_encode_batch, [doc for _, doc in batch])))
+            with started_deaf(signal.SIGINT):  # on Ctrl-C this process ends them, and says so
+                future = pool.submit(_encode_batch, [doc for _, doc in batch])
+            waiting.append((splits, future))
             if len(waiting) > 2 * workers:
                 yield from _take(waiting)
         while waiting:

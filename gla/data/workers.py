@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gla.data.children import exit_with_parent
+from gla.data.children import STOPS, exit_with_parent, started_deaf
 from gla.errors import DataError
 
 _AHEAD = 2  # steps for each worker
@@ -47,6 +47,7 @@ class Reader:
         self._source, self._plan, self._workers = source, plan, workers
         self._waiting: deque[tuple[int, list[Future[Any]]]] = deque()
         self._pool: ProcessPoolExecutor | None = None
+        self._processes: set[Any] = set()  # of the pool
         if workers:
             context = multiprocessing.get_context("spawn")  # forking a process with threads hangs
             self._pool = ProcessPoolExecutor(workers, context, _start, (source,))
@@ -70,7 +71,7 @@ class Reader:
         begin = self._waiting[-1][0] + 1 if self._waiting else step
         try:
             for ahead in range(begin, step + _AHEAD * self._workers + 1):
-                futures = [self._pool.submit(_read, place) for place in self._plan(ahead)]
+                futures = self._submit(self._pool, self._plan(ahead))
                 self._waiting.append((ahead, futures))
             _, futures = self._waiting.popleft()
             return [_as_tensors(future.result()) for future in futures]
@@ -80,8 +81,20 @@ class Reader:
                 "gla resume, with fewer workers if memory ran out"
             ) from reason
 
+    def _submit(self, pool: ProcessPoolExecutor, places: Sequence[Request]) -> list[Future[Any]]:
+        """Ask for batches; this starts workers until there are enough."""
+        if len(self._processes) == self._workers:
+            return [pool.submit(_read, place) for place in places]
+        others = set(multiprocessing.active_children()) - self._processes
+        with started_deaf(*STOPS):  # the last steps before a stop need batches too
+            futures = [pool.submit(_read, place) for place in places]
+        self._processes = set(multiprocessing.active_children()) - others
+        return futures
+
     def close(self) -> None:
         """End the workers."""
+        for process in self._processes:  # they are deaf to the SIGTERM of a pool that broke
+            process.kill()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None

@@ -47,6 +47,7 @@ _FIXED = (
     ("train", "seed"),
     ("train", "carry_state"),
     ("train", "isolate_documents"),
+    ("objective", "mask_fraction"),
 )
 
 

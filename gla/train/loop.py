@@ -127,6 +127,8 @@ def resume(
         ranks.first(lambda: make_ready(recipe.data, say))
         objective, config = open_objective(recipe, place, precision, ranks, sampler)
         with contextlib.closing(objective):
+            if not any((run / "checkpoints").glob("step-*")):  # it begins again, as ``train`` did
+                start_from_pretrained(objective.model, config)
             trainer = Trainer(config, objective, place, precision, ranks)
             trainer.restore(run, allow.changes, allow.nonfinite)
             if ranks.rank == 0:

@@ -7,9 +7,20 @@ import math
 from gla.train.config import ScheduleConfig
 
 
-def warmup_steps(wanted: int, steps: int) -> int:
-    """Return the steps of warm-up, cut to a tenth of the run where it is longer than the run."""
-    return wanted if wanted < steps else max(1, steps // 10)
+def warmup_steps(wanted: int, steps: int, base: int = 0) -> int:
+    """Return the steps of warm-up, cut where it is longer than the run.
+
+    It is cut to a tenth of the run; that of a group of parameters, which was to be longer than that
+    of all others, not below theirs.
+
+    Args:
+        wanted: Steps of warm-up.
+        steps: Updates of the whole run.
+        base: ``schedule.warmup_steps``, where ``wanted`` is that of a group.
+    """
+    if wanted < steps:
+        return wanted
+    return max(1, steps // 10, base if base < steps else 0)
 
 
 def lr_factor(config: ScheduleConfig, steps: int, step: int, warmup: int | None = None) -> float:
@@ -28,7 +39,8 @@ def lr_factor(config: ScheduleConfig, steps: int, step: int, warmup: int | None 
     Returns:
         A factor in (0, 1], or 0 at the end where ``min_lr_ratio`` is 0.
     """
-    warmup = warmup_steps(config.warmup_steps if warmup is None else warmup, steps)
+    base = config.warmup_steps
+    warmup = warmup_steps(base if warmup is None else warmup, steps, base)
     if step < warmup:
         return (step + 1) / warmup
     start = warmup

@@ -100,6 +100,7 @@ class Trainer:
         Raises:
             CheckpointError: None verifies, or it does not fit.
             NumericsError: Its weights are not finite.
+            ConfigError: It is of a later step than the last one of the recipe.
         """
         parent = run / "checkpoints"
         folder, skipped = storage.newest_verified(parent)
@@ -110,6 +111,12 @@ class Trainer:
             self.notes.append("no checkpoint was written yet: starting at step 0")
             return
         checkpoint.check_same(folder, self.config, self.objective.fingerprints, changes)
+        done, steps = checkpoint.read_facts(folder).step, self.config.train.steps
+        if steps < done:
+            raise ConfigError(
+                f"train.steps: got {steps}, expected at least {done}, the step of {folder}; fix "
+                "train.steps or start a new run"
+            )
         restored = checkpoint.load(
             folder, self.model, self.updater.optimizer, allow_nonfinite=allow_nonfinite
         )
@@ -144,7 +151,7 @@ class Trainer:
                 done = self.step == config.train.steps
                 better = False
                 if done or self.step % config.eval.interval == 0:
-                    better = self._evaluate(monitor) and config.checkpoint.keep_best
+                    better = self._evaluate(monitor)
                 if done or stop or better or self.step % config.checkpoint.interval == 0:
                     self._save(run, monitor, writer)
                     saved = self.step
@@ -162,12 +169,18 @@ class Trainer:
         for note in self.notes:
             monitor.note(note)
         monitor.note(self.objective.describe())
-        steps, wanted = config.train.steps, config.schedule.warmup_steps
-        if (warmup := warmup_steps(wanted, steps)) != wanted:
-            monitor.note(
-                f"schedule.warmup_steps: {wanted} is longer than the run of {steps} steps; "
-                f"cut to {warmup}"
-            )
+        steps, base = config.train.steps, config.schedule.warmup_steps
+        warmups = {"schedule": base} | {
+            f"optim.groups[{index}]": group.warmup_steps
+            for index, group in enumerate(config.optim.groups)
+            if group.warmup_steps is not None
+        }
+        for section, wanted in warmups.items():
+            if (warmup := warmup_steps(wanted, steps, base)) != wanted:
+                monitor.note(
+                    f"{section}.warmup_steps: {wanted} is longer than the run of {steps} steps; "
+                    f"cut to {warmup}"
+                )
         if self.step < steps:
             rehearse(self._rehearse, self.objective.rows, self.updater.optimizer, self.device)
 
@@ -312,9 +325,18 @@ class Trainer:
         }
 
     def _evaluate(self, monitor: Monitor | Silent) -> bool:
-        """Measure the model, or its running average; return whether it is the best so far."""
+        """Measure the model, or its running average.
+
+        Returns:
+            Whether the best one is to be kept and this is it so far. All are compared on the same
+            text, ``eval.batches``: the last step too, whose own figures are of the whole split.
+        """
+        config, last = self.config, self.step == self.config.train.steps
+        keep_best = config.checkpoint.keep_best
         with self.updater.averaged():
-            self.validation = self.objective.evaluate(self.step == self.config.train.steps)
+            self.validation = compared = self.objective.evaluate(last)
+            if keep_best and last and config.eval.batches:
+                compared = self.objective.evaluate(False)
             histograms, sample = self.objective.watch() if self.ranks.rank == 0 else ({}, None)
         shown = {n: v for n, v in self.validation.items() if n not in _NOT_RECORDED}
         figures = {f"val_{name}": value for name, value in shown.items()}
@@ -323,8 +345,8 @@ class Trainer:
         monitor.histograms(self.step, histograms)
         if sample is not None:
             monitor.sample(self.step, sample)
-        loss = float(self.validation["loss"])
-        better = math.isfinite(loss) and (self.best is None or loss < self.best[1])
+        loss = float(compared["loss"])
+        better = keep_best and math.isfinite(loss) and (self.best is None or loss < self.best[1])
         if better:
             self.best = (self.step, loss)
         return better

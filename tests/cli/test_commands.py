@@ -401,4 +401,5 @@ def test_eval_refuses_a_tokenizer_that_is_not_the_checkpoints(
 
 
 def test_eval_of_the_best_needs_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "checkpoints/best" in output_of(capsys, "eval", run, "--best", code=4)
+    error = output_of(capsys, "eval", run, "--best", code=4)
+    assert "checkpoints/best" in error and "checkpoint.keep_best" in error

@@ -17,6 +17,7 @@ import torch
 from gla.data.loader import Loader
 from gla.data.shards import TokenDataset
 from gla.data.streams import Streams
+from gla.data.tokenizer import Tokenizer
 from gla.data.workers import Reader
 from gla.errors import DataError
 
@@ -36,16 +37,22 @@ def test_workers_read_what_the_process_itself_reads(make_split: Split) -> None:
             for one, other in zip(alone(step), shared(step), strict=True):
                 assert type(one) is type(other)
                 assert all(map(torch.equal, one, other))
+        for process in multiprocessing.active_children():
+            for number in (signal.SIGINT, signal.SIGTERM):  # as their group gets them
+                os.kill(process.pid or 0, number)
+        for step in range(10, 30):
+            assert len(shared(step)) == 2
+        assert len(multiprocessing.active_children()) == 2
         worker = next(iter(multiprocessing.active_children()))
         began = time.perf_counter()
-        for process in multiprocessing.active_children():
-            os.kill(process.pid or 0, signal.SIGKILL)
+        os.kill(worker.pid or 0, signal.SIGKILL)  # the other one lives on until it is closed
         with pytest.raises(DataError, match=r"train\.loader_workers: a process .* died"):
-            for step in range(20, 40):
+            for step in range(30, 1000):
                 shared(step)
+                time.sleep(0.01)
         assert time.perf_counter() - began < 10
-        worker.join(60)
-        assert not worker.is_alive()
+    assert not multiprocessing.active_children()
+    assert time.perf_counter() - began < 20
 
 
 def test_streams_are_the_same_where_they_are_sent(make_split: Split) -> None:
@@ -86,3 +93,41 @@ def test_workers_do_not_outlive_a_killed_process(make_split: Split) -> None:
         time.sleep(0.01)
     os.kill(worker, signal.SIGKILL)
     raise AssertionError("the worker lives on")
+
+
+ENDLESS = """
+import itertools, sys
+from pathlib import Path
+from gla.data.corpus import Document
+from gla.data.encode import encode
+text = "a b c d " * 10_000
+documents = (("train", Document(str(i), text)) for i in itertools.count())
+if __name__ == "__main__":
+    try:
+        for _ in encode(documents, Path(sys.argv[1]), 2):
+            print("encoded", flush=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_ends_tokenizing_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a b c d e f\n" * 50)
+    Tokenizer.train(tmp_path / "text.txt", 270, tmp_path / "tokenizer")
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "endless.py"), str(tmp_path / "tokenizer")],
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "encoded\n"
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, "")

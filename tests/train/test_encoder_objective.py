@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gla.data.chunks import ChunkLoader
 from gla.data.loader import IGNORE
 from gla.data.prepare import prepare
 from gla.data.tokenizer import Tokenizer
-from gla.errors import ConfigError
+from gla.errors import CheckpointError, ConfigError
 from gla.models.encoder import Encoder
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig, build
@@ -203,6 +204,29 @@ def test_pretrained_weights_are_taken(encoder_recipe, tmp_path):
     with pytest.raises(ConfigError, match=r"pretrained: got a run with layers mine\*2 of"):
         train(other, tmp_path / "other")
     assert not (tmp_path / "other" / "config.toml").exists()
+
+
+def test_a_run_killed_before_its_first_checkpoint_takes_pretrained_weights_again(
+    encoder_recipe, tmp_path
+):
+    train(encoder_recipe("masked", train__steps=5), tmp_path / "mlm")
+    config = encoder_recipe(
+        objective__pretrained=str(tmp_path / "mlm"), train__steps=2, train__ema_decay=0.9
+    )
+    train(config, tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / "step-00000002"
+    files = [step / "model.safetensors", step / "average.safetensors"]
+    before = [file.read_bytes() for file in files]
+    shutil.rmtree(step.parent)
+    resume(tmp_path / "run")
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_the_share_of_masked_tokens_is_kept_for_good(encoder_recipe, tmp_path):
+    train(encoder_recipe("masked", train__steps=1), tmp_path / "run")
+    changed = [("objective.mask_fraction", "0.4"), ("train.steps", "2")]
+    with pytest.raises(CheckpointError, match=r"objective\.mask_fraction: got 0\.4, expected 0\."):
+        resume(tmp_path / "run", overrides=changed)
 
 
 def test_a_model_of_the_other_kind_is_refused(encoder_recipe, folder, tmp_path):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +266,14 @@ def test_a_warmup_longer_than_the_run_is_cut_with_a_note(tmp_path: Path, recipe:
     assert max(line["lr"] for line in lines(tmp_path / "run") if "lr" in line) == 1e-2
 
 
+def test_a_groups_warmup_that_is_cut_is_noted(tmp_path: Path, recipe: Recipe) -> None:
+    groups = [{"pattern": "embed", "lr_factor": 0.5}, {"pattern": "gate", "warmup_steps": 50}]
+    train(recipe(optim__groups=groups), tmp_path / "run", device="cpu")
+    note = "optim.groups[1].warmup_steps: 50 is longer than the run of 6 steps; cut to 2\n"
+    log = (tmp_path / "run/log.txt").read_text()
+    assert note in log and log.count("is longer than the run") == 1
+
+
 def test_training_works_outside_the_main_thread(tmp_path: Path, recipe: Recipe) -> None:
     results = []
     thread = threading.Thread(
@@ -280,6 +292,50 @@ def test_bf16_autocast_trains_with_fp32_parameters(tmp_path: Path, recipe: Recip
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_ctrl_c_sent_to_the_whole_group_saves_and_says_nothing_of_workers(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    config = recipe(
+        train__steps=100_000,
+        train__loader_workers=2,
+        checkpoint__interval=10**6,
+        eval__interval=10**6,
+    )
+    (tmp_path / "recipe.toml").write_text(config.to_toml())
+    run = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "gla",
+        "train",
+        str(tmp_path / "recipe.toml"),
+        "--run",
+        str(run),
+    ]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stderr is not None
+        said = ""
+        while "step 3 " not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        os.killpg(process.pid, signal.SIGINT)
+        said += process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert len(list((run / "checkpoints").glob("step-*"))) == 1
+
+
 def test_resume_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gla train"):
         resume(tmp_path / "none", device="cpu")
@@ -296,6 +352,14 @@ def test_resume_of_a_finished_run_changes_no_weight_and_can_be_extended(
     assert tree(run / "checkpoints") == before
     assert resume(run, overrides=[("train.steps", "9")], device="cpu").step == 9
     assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, 10))
+
+
+def test_resume_refuses_to_end_before_its_checkpoint(tmp_path: Path, recipe: Recipe) -> None:
+    train(recipe(), tmp_path / "run", device="cpu")
+    before = tree(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"train\.steps: got 5, expected at least 6, .*step-0+6;"):
+        resume(tmp_path / "run", overrides=[("train.steps", "5")], device="cpu")
+    assert tree(tmp_path / "run") == before
 
 
 def test_resume_refuses_another_architecture_and_names_the_field(
@@ -396,8 +460,6 @@ def test_resume_with_no_valid_checkpoint_lists_why(tmp_path: Path, recipe: Recip
 
 
 def test_a_second_writer_is_refused_with_the_process_id(tmp_path: Path, recipe: Recipe) -> None:
-    import os
-
     train(recipe(), tmp_path / "run", device="cpu")
     with (
         loop.run_folder.locked(tmp_path / "run"),

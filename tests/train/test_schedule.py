@@ -43,6 +43,15 @@ def test_a_group_may_have_its_own_warmup() -> None:
     assert lr_factor(config, 100, 0, 0) == 1.0
 
 
+def test_a_group_whose_warmup_is_cut_does_not_end_it_before_the_others() -> None:
+    config = ScheduleConfig(kind="linear", warmup_steps=30, min_lr_ratio=0.0)
+    rates = [lr_factor(config, 100, step) for step in range(100)]
+    assert rates[29] == 1.0 and rates[28] < 1.0
+    assert [lr_factor(config, 100, step, 500) for step in range(100)] == rates
+    assert lr_factor(config, 20, 0, 500) == lr_factor(config, 20, 0) == 0.5  # both are cut to 2
+    assert lr_factor(config, 100, 0, 5) == 1 / 5  # one that fits is its own
+
+
 def test_a_warmup_longer_than_the_run_is_cut() -> None:
     assert warmup_steps(1000, 50) == 5
     assert warmup_steps(1000, 5) == 1

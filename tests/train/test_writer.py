@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import threading
@@ -124,10 +125,11 @@ def test_a_failing_sync_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_best_is_kept_and_reachable(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = iter([5.0, 3.0, 4.0, 3.5])
+    losses = iter([5.0, 3.0, 4.0, 3.5])  # of the part that all evaluations read
 
-    def evaluate(*_: Any, **__: Any) -> dict[str, float]:
-        return {"loss": next(losses), "bpb": 1.0, "ppl": float("inf")}
+    def evaluate(*_: Any, batches: int, **__: Any) -> dict[str, float]:
+        loss = next(losses) if batches else 2.0  # the whole split is easier
+        return {"loss": loss, "bpb": 1.0, "ppl": float("inf")}
 
     monkeypatch.setattr("gla.train.objective.evaluate", evaluate)
     config = recipe(
@@ -137,7 +139,10 @@ def test_the_best_is_kept_and_reachable(
         checkpoint__keep_best=True,
         checkpoint__interval=4,
     )
-    train(config, tmp_path / "run", device="cpu")
+    assert train(config, tmp_path / "run", device="cpu").validation["loss"] == 2.0
+    metrics = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    recorded = [json.loads(line) for line in metrics if "val_loss" in line]
+    assert [line["val_loss"] for line in recorded] == [5.0, 3.0, 4.0, 2.0]
     parent = tmp_path / "run/checkpoints"
     names = sorted(p.name for p in parent.iterdir())
     assert names == ["best", "step-00000006", "step-00000012"]
