@@ -4,12 +4,13 @@
     python tools/bench_encoders.py --steps 20 --only softmax --out runs/try
 
 Each row is the recipe encoder-stdlib with another mixer: the same data, order, steps, width and
-initialization of what they share. A run that is there already is read, not trained again. Results
-of one seed; give more with --seeds.
+initialization of what they share. A run of the same recipe that is there already is read, one that
+was cut short goes on. Results of one seed; give more with --seeds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 from collections.abc import Iterable
@@ -24,7 +25,8 @@ from rich.table import Table
 from gla.cli import recipes
 from gla.cli.eval import measure
 from gla.train.config import build, read_toml
-from gla.train.loop import train
+from gla.train.loop import resume, train
+from gla.train.run_folder import CONFIG
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {"kind": "softmax_attention"},
@@ -84,8 +86,7 @@ def one(
     data: str | None,
     device: str,
 ) -> dict[str, float]:
-    """Train one variant, unless it is there, and return its figures."""
-    run = out / f"{name.replace(', k = ', '-')}-{seed}"
+    """Train one variant, go on training, or find its recipe trained, and return its figures."""
     tables = read_toml(recipes.find("encoder-stdlib"))
     blocks = tables["model"]["layers"][0].partition("*")[2]
     seq_len = tables["train"]["seq_len"]
@@ -98,8 +99,13 @@ def one(
         tables["train"]["steps"] = steps
     if data is not None:
         tables["data"] = {"path": data}
-    if not (run / "config.toml").exists():
-        train(build(tables), run, device=device)
+    wanted = build(tables)
+    key = hashlib.sha256(wanted.to_toml().encode()).hexdigest()[:8]
+    run = out / f"{name.replace(', k = ', '-')}-{seed}-{key}"
+    if (run / CONFIG).exists():
+        resume(run, device=device)
+    else:
+        train(wanted, run, device=device)
     figures: dict[str, float] = dict(measure(run, device=device))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     speed = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]

@@ -79,7 +79,7 @@ def look_into(run: Path, tokens: int, device: str) -> dict[str, Any]:
     val = open_inputs(config.data).val
     if config.objective.kind == "next_token":
         model: Any = LanguageModel.load(checkpoint, device=str(place))
-        text = torch.from_numpy(val.tokens(0, min(tokens, val.num_tokens)).astype("int64"))
+        text = torch.from_numpy(val.ids(0, min(tokens, val.num_tokens)))
         text = text[None].to(place)
         ends = torch.tensor([0, text.shape[1]], device=place)
         growth = diagnose.state_growth(model, text)

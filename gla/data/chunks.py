@@ -133,17 +133,18 @@ class ChunkLoader:
             )
 
     def batch(self, position: int, size: int) -> ClassBatch:
-        """Return the ``size`` chunks from ``position`` on; they may reach into the next epoch."""
+        """Return the ``size`` chunks from ``position`` on; they may reach into the next epoch.
+
+        Raises:
+            DataError: A stored id is not below the vocabulary's size.
+        """
         rows = []
         for place in range(position, position + size):
             epoch, index = divmod(place, self.num_samples)
             if self._shuffle:
                 index = permuted(index, self.num_samples, self._seed, epoch)
             rows.append(index)
-        tokens = [
-            self.dataset.tokens(int(self._starts[i]), int(self._stops[i])).astype(np.int64)
-            for i in rows
-        ]
+        tokens = [self.dataset.ids(int(self._starts[i]), int(self._stops[i])) for i in rows]
         return ClassBatch(
             torch.from_numpy(np.concatenate(tokens)[None]),
             torch.from_numpy(self._labels[rows].astype(np.int64)),

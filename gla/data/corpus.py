@@ -19,12 +19,13 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import parse_qsl
 
 from gla.data.mixture import mix
+from gla.data.shards import text_digest
 from gla.errors import ConfigError, DataError
 
 _BIG_FILE = 16 << 20  # bytes; a text file larger than this is many documents
@@ -47,6 +48,7 @@ class Corpus:
     Attributes:
         skipped: Faulty records left out so far in the latest iteration: rows and files forgiven
             by ``max_bad``, and files of the standard library that are not UTF-8.
+        duplicates: Documents that ``unique`` left out so far in the latest iteration.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Corpus:
         self.text_field = text_field
         self.max_bad = max_bad
         self.weights = list(weights)
-        self.skipped = 0
+        self.skipped = self.duplicates = 0
         if max_bad < 0:
             raise ConfigError(f"max_bad: got {max_bad}, expected 0 or more; fix max_bad")
         if self.weights and len(self.weights) != len(self.sources):
@@ -91,9 +93,27 @@ class Corpus:
             DataError: A source matches nothing, or a record is faulty and ``max_bad`` is used up.
                 The message names the file and the line or row.
         """
-        self.skipped = 0
+        return self._documents(self._read)
+
+    def unique(self) -> Iterator[Document]:
+        """Yield each text once, its first document; weights are shares of what is yielded.
+
+        Raises:
+            DataError: As for iteration.
+        """
+        seen: set[bytes] = set()
+        return self._documents(lambda source: self._read_new(source, seen))
+
+    def _documents(self, read: Callable[[str], Iterator[Document | _Fault]]) -> Iterator[Document]:
+        self.skipped = self.duplicates = 0
         bad = 0
-        for record in self._records():
+        streams = [read(source) for source in self.sources]
+        records = (
+            mix(streams, self.weights, _size)
+            if self.weights
+            else itertools.chain.from_iterable(streams)
+        )
+        for record in records:
             if isinstance(record, Document):
                 if record.text:
                     yield record
@@ -104,10 +124,16 @@ class Corpus:
                 more = f" ({bad} faulty records, max_bad {self.max_bad})" if self.max_bad else ""
                 raise DataError(record.message + more)
 
-    def _records(self) -> Iterator[Document | _Fault]:
-        if not self.weights:
-            return itertools.chain.from_iterable(map(self._read, self.sources))
-        return mix(list(map(self._read, self.sources)), self.weights, _size)
+    def _read_new(self, source: str, seen: set[bytes]) -> Iterator[Document | _Fault]:
+        """Read a source without the texts whose digests are in ``seen``, which grows."""
+        for record in self._read(source):
+            if isinstance(record, Document) and record.text:
+                digest = text_digest(record.text.encode())
+                if digest in seen:
+                    self.duplicates += 1
+                    continue
+                seen.add(digest)
+            yield record
 
     def _read(self, source: str) -> Iterator[Document | _Fault]:
         if source == "stdlib":

@@ -156,13 +156,7 @@ def read_window(
     Raises:
         DataError: A stored id is not below the vocabulary's size.
     """
-    ids = dataset.tokens(start, start + length + (not ends)).astype(np.int64)
-    if ids.max() >= dataset.vocab_size:
-        at = start + int(np.argmax(ids >= dataset.vocab_size))
-        raise DataError(
-            f"{dataset.path}: got id {ids.max()} near token {at}, expected ids below "
-            f"{dataset.vocab_size}; fix by preparing the data again"
-        )
+    ids = dataset.ids(start, start + length + (not ends))
     if ends:
         return ids, np.append(ids[1:], IGNORE)
     return ids[:-1], ids[1:]

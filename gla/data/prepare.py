@@ -154,7 +154,7 @@ def training_documents(
         val_fraction: As for ``prepare``.
     """
     corpus = sources if isinstance(sources, Corpus) else Corpus(sources)
-    for split, document in _split(_Unique(corpus), val_fraction):
+    for split, document in _split(corpus.unique(), val_fraction):
         if split == "train":
             yield document
 
@@ -163,24 +163,6 @@ def _number(name: str) -> float:
     """Return a number from 0 to below 1 that looks random and depends on the name alone."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / (1 << 48)
-
-
-class _Unique:
-    """The documents of a corpus, each text once."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
-        self.duplicates = 0
-
-    def __iter__(self) -> Iterator[Document]:
-        seen: set[bytes] = set()
-        for document in self._corpus:
-            digest = text_digest(document.text.encode())
-            if digest in seen:
-                self.duplicates += 1
-                continue
-            seen.add(digest)
-            yield document
 
 
 def _split(documents: Iterable[Document], val_fraction: float) -> Iterator[tuple[str, Document]]:
@@ -307,12 +289,11 @@ def _fill(
     Raises:
         _SourcesChangedError: Those written are not the first ones of the corpus.
     """
-    unique = _Unique(corpus)
     report = on_progress or (lambda documents, num_bytes: None)
     documents = work.documents
     num_bytes = sum(writer.index.num_bytes for writer in work.writers.values())
     resumed = reported = saved = num_bytes
-    rest = _after(_split(unique, val_fraction), work)
+    rest = _after(_split(corpus.unique(), val_fraction), work)
     for split, (tokens, size, digest, name) in encode(rest, work.folder / "tokenizer", workers):
         work.writers[split].add(tokens, size, digest, name)
         documents += 1
@@ -328,7 +309,7 @@ def _fill(
         SplitTotals(index.num_documents, index.num_tokens, index.num_bytes)
         for index in (work.writers[name].index for name in _SPLITS)
     )
-    return Prepared(train, val, unique.duplicates, corpus.skipped, resumed)
+    return Prepared(train, val, corpus.duplicates, corpus.skipped, resumed)
 
 
 def _after(

@@ -276,6 +276,22 @@ class TokenDataset:
             parts.append(self._shards[i][max(start - begin, 0) : stop - begin])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def ids(self, start: int, stop: int) -> np.ndarray:
+        """Return ``tokens`` as int64 [stop - start] that a model may look up.
+
+        Raises:
+            DataError: One is not below the vocabulary's size.
+        """
+        ids = self.tokens(start, stop).astype(np.int64)
+        wrong = ids >= self.vocab_size
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise DataError(
+                f"{self.path}: got id {ids[at]} at token {start + at}, expected ids below "
+                f"{self.vocab_size}; fix by preparing the data again"
+            )
+        return ids
+
 
 def check_disjoint(train: TokenDataset, val: TokenDataset) -> None:
     """Make sure that no document is in both splits.

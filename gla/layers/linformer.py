@@ -63,6 +63,11 @@ class LinformerConfig(MixerConfig):
     experts: Count | None = None
     causal: bool = False
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest document that a layer takes; None where there is no limit."""
+        return None if self.projection == "input" else self.n_max or _N_MAX
+
     @model_validator(mode="after")
     def _fits(self) -> LinformerConfig:
         by_input, by_length = self.projection == "input", self.projection == "mixture"

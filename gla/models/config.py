@@ -161,14 +161,14 @@ class ModelConfig(BaseModel):
         faults, mixers = [], {}
         for name, table in tables.items():
             if not isinstance(table, Mapping | BaseModel):
-                faults.append(f"mixers.{name}: got {table!r}, expected a table; fix by giving kind")
+                faults.append(f"{name}: got {table!r}, expected a table; fix by giving kind")
                 continue
             try:
                 mixers[name] = mixer_config(
                     table.model_dump() if isinstance(table, BaseModel) else table
                 )
             except ConfigError as error:
-                faults += [f"mixers.{name}.{line}" for line in str(error).splitlines()]
+                faults += [f"{name}.{line}" for line in str(error).splitlines()]
         if faults:
             raise ConfigError("\n".join(faults))
         return mixers

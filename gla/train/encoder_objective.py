@@ -24,6 +24,7 @@ from gla.train.device import autocast, evaluating
 from gla.train.distributed import Ranks
 from gla.train.evaluate_encoder import evaluate_classes, evaluate_masked
 from gla.train.inputs import Inputs
+from gla.train.model import build_encoder
 from gla.train.objective import share_of
 
 
@@ -38,7 +39,8 @@ class EncoderObjective:
         ranks: The processes that share each batch.
 
     Raises:
-        ConfigError: A batch cannot be shared, or an option is for language models only.
+        ConfigError: A batch cannot be shared, an option is for language models only, or a layer
+            cannot do what its table or the length of the rows asks.
         DataError: There is too little text for a batch.
     """
 
@@ -59,7 +61,7 @@ class EncoderObjective:
                     f"train.{key}: got {str(not only).lower()} for an encoder, expected "
                     f"{str(only).lower()}; fix by leaving it out"
                 )
-        self.model = Encoder(encoder_config(config)).to(device)
+        self.model = build_encoder(config, encoder_config(config)).to(device)
         self.fingerprints = inputs.fingerprints
         self.share, self.rows = share_of(config, self.ranks)
         self.source = loader_of(config, inputs.train, inputs.tokenizer, train.seq_len, train.seed)

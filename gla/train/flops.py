@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from gla.errors import GlaError
 from gla.layers.cached_attention import CachedAttention
+from gla.layers.linformer import Linformer
+from gla.layers.linformer_causal import LinformerCausal
 from gla.layers.mixer import Mixer
+from gla.layers.nystrom import Nystrom
 from gla.layers.short_convolution import ShortConvolution
 from gla.state import LinearState
 
@@ -47,8 +50,8 @@ def flops_per_token(model: nn.Module, seq_len: int) -> dict[str, float]:
 
     Returns:
         ``blocks.N.mixer``, ``blocks.N.mlp`` and ``head`` (or further parts), with their sums. Of a
-        mixer that is neither softmax attention nor has a matrix state, and that does not tell
-        ``mixing_flops(seq_len)``, only the linear maps are counted.
+        mixer of one's own that has no matrix state and does not tell ``mixing_flops(seq_len)``,
+        only the linear maps are counted.
     """
     counts: dict[str, float] = {}
     for name, module in model.named_modules():
@@ -74,12 +77,48 @@ def _own_flops(module: nn.Module, seq_len: int) -> float:
     if isinstance(module, CachedAttention):
         read = tokens_read(module, seq_len)
         return 4.0 * module.out_proj.in_features * read  # scores, and their sum of values
+    if isinstance(module, LinformerCausal):
+        read, config = slots_and_tokens_read(module, seq_len), module.config
+        into_slots = 4.0 * config.k * module.num_kv_heads * module.dim  # of a key and a value
+        return into_slots + 4.0 * module.out_proj.in_features * read
+    if isinstance(module, Linformer):
+        return _linformer(module)
+    if isinstance(module, Nystrom):
+        return _nystrom(module, seq_len)
     try:
         state = module.init_state(1)
     except (GlaError, NotImplementedError):  # one that reads both ways, or keeps none
         return 0.0
     # A state takes in k v^T and is read by q: two products of K x V a head.
     return 4.0 * sum(S.numel() for S in _matrix_states(state))
+
+
+def slots_and_tokens_read(mixer: LinformerCausal, seq_len: int) -> float:
+    """Return how many slots and tokens a token reads on average.
+
+    It reads its block as far as itself, from the second block on the one before, and from the
+    third on the slots.
+    """
+    k, c = mixer.config.k, mixer.config.block
+    whole, rest = divmod(seq_len, c)
+    own = whole * c * (c + 1) / 2 + rest * (rest + 1) / 2
+    return (own + c * max(0, seq_len - c) + k * max(0, seq_len - 2 * c)) / seq_len
+
+
+def _linformer(mixer: Linformer) -> float:
+    """Products with E and F, scores and values; mixing E by length is not counted."""
+    return 8.0 * mixer.config.k * mixer.num_heads * mixer.dim
+
+
+def _nystrom(mixer: Nystrom, seq_len: int) -> float:
+    """Landmarks, scores, the inverse, the convolution; products with values go from the right."""
+    config, width = mixer.config, mixer.num_heads * mixer.dim
+    m, squared = config.landmarks, config.landmarks**2
+    # means @ q, means @ k; near, far; far @ v; near @ …: a token's share of each is 2 m a channel
+    tokens = 12.0 * m * width
+    # middle; inverse @ …; four products an iteration, once a document
+    document = 4.0 * squared * width + 8.0 * config.iterations * m * squared * mixer.num_heads
+    return tokens + document / seq_len + 2.0 * config.conv_width * width
 
 
 def _matrix_states(state: object) -> Iterator[Tensor]:

@@ -28,6 +28,7 @@ from gla.train.distributed import Ranks
 from gla.train.evaluate import count_targets, evaluate
 from gla.train.flops import BACKWARD, flops_per_token, peak_flops
 from gla.train.inputs import Inputs
+from gla.train.model import build_language_model
 from gla.train.monitor import gate_decays
 
 # Writes a sample at each evaluation: (model in eval mode, tokenizer) -> text.
@@ -131,7 +132,7 @@ class LanguageModeling:
     ) -> None:
         self.config, self.inputs, self.device, self.precision = config, inputs, device, precision
         self.ranks, self.sampler = ranks or Ranks(), sampler
-        self.model = LanguageModel(config.model).to(device)
+        self.model = build_language_model(config).to(device)
         self.fingerprints = inputs.fingerprints
         train = config.train
         self.share, self.rows = share_of(config, self.ranks)

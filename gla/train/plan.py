@@ -15,6 +15,7 @@ from gla.train.config import RunConfig
 from gla.train.device import autocast, resolve_device, resolve_precision
 from gla.train.encoder_objective import encoder_config
 from gla.train.inputs import is_prepared, tokenizer_of, with_vocab_size
+from gla.train.model import build_encoder, build_language_model
 from gla.train.optim import build_optimizer, moment_bytes
 
 _PROBE_TOKENS = (128, 256)
@@ -91,11 +92,11 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
 def _build(config: RunConfig) -> LanguageModel | Encoder:
     """Build the model; where the classes are still to be found in the data, with two of them."""
     if config.objective.kind == "next_token":
-        return LanguageModel(config.model)
+        return build_language_model(config)
     encoder = encoder_config(config)
     if config.objective.kind == "classify" and not encoder.classes:
         encoder = encoder.model_copy(update={"classes": ["", ""]})
-    return Encoder(encoder)
+    return build_encoder(config, encoder)
 
 
 def _saved_bytes(model: LanguageModel | Encoder, rows: int, length: int, precision: str) -> int:

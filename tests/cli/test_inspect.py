@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from gla.cli.main import main
+from gla.data.shards import TokenDataset
+from gla.errors import DataError
 from gla.train.config import build
 from gla.train.loop import train
 
@@ -88,3 +90,13 @@ def test_an_encoder_and_what_training_watched(folder, capsys):
 def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_id_beyond_the_vocabulary_is_one_line(folder, capsys, monkeypatch):
+    run = trained(folder, "ids", "next_token", ["gla"])
+    capsys.readouterr()
+    stored = TokenDataset.tokens
+    monkeypatch.setattr(TokenDataset, "tokens", lambda self, *at: stored(self, *at) + 280)
+    assert main(["inspect", str(run), "--tokens", "64"]) == DataError.exit_code
+    line = capsys.readouterr().err.strip()
+    assert "got id 281 at token 0, expected ids below 280; fix" in line and "\n" not in line

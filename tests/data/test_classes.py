@@ -190,3 +190,19 @@ def test_what_is_asked_depends_on_the_position_alone(masked):
     assert torch.equal(whole.targets, torch.cat([p.targets for p in parts], 1))
     again = masked.batch(3 + masked.num_samples, 1)
     assert not torch.equal(parts[0].targets, again.targets) or len(again.targets[0]) < 4
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
+    def fill(folder: Path) -> None:
+        writer = SplitWriter(folder, 100, "0" * 64)
+        writer.add(np.array([1, 99, 2]), 3, b"a" * 16, "x/1.txt")
+        writer.add(np.array([1, 5, 100, 2]), 3, b"b" * 16, "y/1.txt")
+        writer.close()
+
+    write_folder(tmp_path / "train", fill)
+    dataset = TokenDataset.open(tmp_path / "train")
+    loader = ChunkLoader(dataset, ["x", "y"], 4, shuffle=False)
+    assert loader.batch(0, 1).tokens.max() == 99
+    with pytest.raises(DataError, match="got id 100 at token 5, expected ids below 100"):
+        loader.batch(0, 2)
+    assert dataset.tokens().max() == 100  # what is stored may be looked at

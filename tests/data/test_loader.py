@@ -117,7 +117,7 @@ def test_an_id_beyond_the_vocabulary(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", fill)
     loader = Loader(TokenDataset.open(tmp_path / "train"), 4, shuffle=False)
     assert loader.batch(0, 1).tokens.max() == 99
-    with pytest.raises(DataError, match="got id 100 near token 5, expected ids below 100"):
+    with pytest.raises(DataError, match="got id 100 at token 5, expected ids below 100"):
         loader.batch(1, 1)
 
 

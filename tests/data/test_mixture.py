@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,25 @@ def test_a_corpus_with_weights(tmp_path: Path) -> None:
     assert sum(text.startswith("b") for text in texts) in (33, 34)
     assert [text[0] for text in texts[:5]].count("a") >= 3
     assert [d.text for d in corpus] == texts
+
+
+def test_shares_are_those_of_what_is_kept(tmp_path: Path) -> None:
+    """One source holds each row four times, and some rows of the other one."""
+    rows = [f"a{i:03} " * 10 for i in range(90)]
+    others = [f"b{i:03} " * 10 for i in range(90)]
+    a = [row for row in rows for _ in range(4)]
+    for name, texts in (("a", a + others[::3]), ("b", others)):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    corpus = Corpus([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], weights=[3, 1])
+    for _ in range(2):  # each iteration begins anew
+        texts = [document.text for document in corpus.unique()]
+        assert len(set(texts)) == len(texts)
+        for n in range(1, 121):
+            assert abs(sum(text[0] == "a" for text in texts[:n]) - 0.75 * n) <= 1, n
+        assert [text for text in texts if text[0] == "a"] == rows
+        assert corpus.duplicates >= 3 * 90
+    assert [document.text for document in corpus].count(rows[0]) == 4
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])

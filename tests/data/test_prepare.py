@@ -290,6 +290,35 @@ def test_a_killed_prepare_goes_on_where_it_was(
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+def test_a_weighted_mixture_with_duplicates_goes_on_where_it_was(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gla.data.prepare._SAVE_BYTES", 1500)
+    monkeypatch.setattr("gla.data.prepare._REPORT_BYTES", 1500)
+    for source, copies in (("a", 4), ("b", 1)):
+        rows = [f"{source}{i:03} " * 10 for i in range(120) for _ in range(copies)]
+        lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        (tmp_path / f"{source}.jsonl").write_text(lines)
+    corpus = Corpus([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], weights=[3, 1])
+
+    def interrupt(documents: int, size: int) -> None:
+        if documents > 80:
+            raise KeyboardInterrupt
+
+    whole = prepare(corpus, tokenizer_dir, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, tokenizer_dir, tmp_path / "out", on_progress=interrupt)
+    done = prepare(corpus, tokenizer_dir, tmp_path / "out")
+    assert done.resumed_bytes > 1500
+    assert done == whole._replace(resumed_bytes=done.resumed_bytes)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    names = [
+        n for s in ("train", "val") for n in TokenDataset.open(tmp_path / "out" / s).document_names
+    ]
+    assert [sum(n.startswith(source) for n in names) for source in "ab"] == [120, 40]
+    assert done.duplicates == 3 * 120
+
+
 def test_another_tokenizer_or_fraction_starts_anew(tmp_path: Path, tokenizer_dir: Path) -> None:
     write_texts(tmp_path / "text", 300)
     assert prepare_and_die(tmp_path, tokenizer_dir, 150).returncode == -signal.SIGKILL

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import signal
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from gla.data.prepare import prepare
 from gla.data.tokenizer import Tokenizer
+from gla.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,28 @@ def test_every_variant_gives_its_row(bench, folder, capsys):
         assert 0 <= row["macro_f1"] <= 1 and 0 <= row["accuracy"] <= 1 and row["loss"] > 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in rows) and "most frequent class" in printed
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    weights = {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
     bench.bench(out, steps=1, only=["k = 32"], data=str(folder / "data"), device="cpu")
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before  # read, not trained
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
+    assert after == weights  # read, not trained
+
+
+def test_another_recipe_is_another_run_and_a_broken_one_goes_on(bench, folder, monkeypatch):
+    def loss(out: str, steps: int) -> float:
+        file, data = folder / f"{out}.json", str(folder / "data")
+        bench.bench(folder / out, steps, only=["softmax"], data=data, device="cpu", json_file=file)
+        return json.loads(file.read_text())["softmax"]["loss"]
+
+    short, long = loss("whole", 1), loss("whole", 3)
+    assert short != long and len(list((folder / "whole").iterdir())) == 2
+    backward = Trainer.backward
+
+    def interrupted(self: Trainer, batches: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return backward(self, batches)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "backward", interrupted)
+        loss("broken", 3)
+    assert [path.name for path in (folder / "broken").rglob("step-*")] == ["step-00000001"]
+    assert loss("broken", 3) == long

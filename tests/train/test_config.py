@@ -197,3 +197,20 @@ def test_a_missing_or_binary_recipe_is_our_error(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'a = "\xe9"')
     with pytest.raises(ConfigError, match=r"latin\.toml"):
         load_recipe(tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize("kind", ["next_token", "masked"])
+def test_a_fault_in_a_mixer_names_its_field_once(kind: str) -> None:
+    mixers = {"near": {"kind": "softmax_attention", "windw": 3}, "far": 7}
+    model = {"d_model": 32, "layers": ["near"], "mixers": mixers}
+    tables = {
+        "objective": {"kind": kind},
+        "model": model,
+        "data": {"path": "x"},
+        "train": {"steps": 1},
+    }
+    with pytest.raises(ConfigError) as caught:
+        build(tables)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("model.mixers.near.windw: got an unknown key, expected one of kind")
+    assert second.startswith("model.mixers.far: got 7, expected a table")

@@ -276,13 +276,31 @@ def test_wrong_recipes_say_what_is_wrong(encoder_recipe, changes, message):
     [
         ({"train__carry_state": True}, "train.carry_state: got true for an encoder"),
         ({"train__isolate_documents": False}, "train.isolate_documents: got false for an enc"),
-        ({"model__layers": ["gla"]}, "gate: got 'channel' with causal = false"),
-        ({"model__layers": ["linformer_causal"]}, "linformer_causal: got a causal mixer"),
+        ({"model__layers": ["gla"]}, r"^model\.mixers\.gla\.gate: got 'channel' with causal = fal"),
+        (
+            {"model__layers": ["linformer_causal"]},
+            r"^model\.mixers\.linformer_causal: got a causal mixer",
+        ),
+        (
+            {"train__seq_len": 65},
+            r"^train\.seq_len: got 65, expected at most n_max = 64 of model\.mixers\.mine; fix",
+        ),
+        (
+            {"eval__seq_len": 80},
+            r"^eval\.seq_len: got 80, expected at most n_max = 64 of model\.mixers\.mine; fix",
+        ),
+        (
+            {"model__layers": ["linformer"], "eval__seq_len": 513},
+            r"^eval\.seq_len: got 513, expected at most n_max = 512 of model\.mixers\.linformer; ",
+        ),
     ],
 )
 def test_what_an_encoder_cannot_is_refused(encoder_recipe, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         train(encoder_recipe("masked", **changes), tmp_path / "run")
+    if not {"train__carry_state", "train__isolate_documents"} & changes.keys():
+        with pytest.raises(ConfigError, match=message):
+            plan(encoder_recipe("masked", **changes), "cpu")
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
@@ -291,3 +309,9 @@ def test_a_dry_run_knows_encoders(encoder_recipe, kind):
     figures = plan(encoder_recipe(kind), "cpu")
     assert figures["parameters"] > 10_000 and figures["activation_bytes"] > 0
     assert figures["decode_state_bytes"] == 0
+
+
+def test_a_projection_by_input_has_no_longest_row(encoder_recipe):
+    mixers = {"mine": {"kind": "linformer", "k": 4, "projection": "input", "sharing": "none"}}
+    config = encoder_recipe("masked", model__mixers=mixers, train__seq_len=600, eval__seq_len=700)
+    assert plan(config, "cpu")["parameters"] > 0

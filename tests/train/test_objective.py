@@ -11,6 +11,7 @@ import gla
 from gla import state as states
 from gla.errors import CheckpointError, ConfigError
 from gla.layers.linear_attention import LinearAttention
+from gla.layers.mixer import build_mixer, mixer_config
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
 from gla.train.distributed import Ranks
@@ -122,6 +123,39 @@ def test_documents_of_a_row_see_each_other_only_if_asked(recipe: Recipe) -> None
             ends = batch.cu_seqlens
             one, other = (apart.model(t, cu_seqlens=ends).logits for t in (batch.tokens, changed))
             assert (not torch.equal(one[0, inner:row_end], other[0, inner:row_end])) == moves
+
+
+@pytest.mark.parametrize("length", [48, 64])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"kind": "linformer", "k": 8, "num_heads": 4},
+        {"kind": "linformer", "k": 8, "num_heads": 2, "projection": "input", "sharing": "none"},
+        {"kind": "nystrom", "landmarks": 8, "num_heads": 4, "conv_width": 0},
+        {"kind": "linformer_causal", "k": 8, "block": 16, "num_heads": 4, "num_kv_heads": 2},
+    ],
+    ids=lambda table: table["kind"],
+)
+def test_operations_of_slots_and_landmarks_are_those_that_torch_counts(table, length) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mixer = build_mixer(64, mixer_config(table))
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([mixer])
+    math = sdpa_kernel(SDPBackend.MATH)  # torch does not count the fused one of CPUs
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), math:
+        mixer(torch.randn(1, length, 64))
+    theirs = counter.get_total_flops() / length
+    if table["kind"] == "linformer_causal":
+        # torch counts the products with masked places too, and scores over twice the channels,
+        # of which one half is zeros: a slot is read without rotation, a token with it.
+        k, c = 8, 16
+        theirs -= 6 * 64 * (k + 2 * c)
+        for t in range(length):
+            read = t % c + 1 + c * (t >= c) + k * (t >= 2 * c)
+            theirs += 4 * 64 * read / length
+    assert sum(flops_per_token(model, length).values()) == pytest.approx(theirs)
 
 
 def test_operations_are_those_that_torch_counts() -> None:
