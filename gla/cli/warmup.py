@@ -34,6 +34,11 @@ def warmup(recipe: str, /) -> int:
     from gla.train.device import resolve_device
 
     config = load_recipe(recipes.find(recipe))
+    if config.objective.kind != "next_token":
+        raise ConfigError(
+            f"objective.kind: got {config.objective.kind!r}, expected 'next_token': encoders run "
+            "no Triton kernels; fix: nothing to compile ahead"
+        )
     device = resolve_device("auto")
     if device.type != "cuda":
         raise ConfigError("device: got no GPU, expected one; fix: nothing compiles ahead on a CPU")
@@ -54,11 +59,12 @@ def pass_once(config: RunConfig, device: torch.device) -> float:
     from gla.train.device import autocast, resolve_precision
     from gla.train.inputs import with_vocab_size
 
-    config = with_vocab_size(config, config.data.vocab_size)
+    vocab_size = config.model.vocab_size or config.data.new_vocab_size
+    config = with_vocab_size(config, vocab_size)
     train = config.train
     model = LanguageModel(config.model).to(device)
     shape = (train.micro_batch_size or train.global_batch_size, train.seq_len)
-    tokens = torch.randint(config.data.vocab_size, shape, device=device)
+    tokens = torch.randint(vocab_size, shape, device=device)
     with autocast(device, resolve_precision(train.precision, device)):
         loss = model.loss(tokens, tokens)
     loss.backward()

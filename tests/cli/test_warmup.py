@@ -21,8 +21,13 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
     assert "device: got no GPU" in said
 
 
+def test_an_encoder_has_nothing_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", "encoder-stdlib"]) == 2
+    assert "objective.kind: got 'classify'" in capsys.readouterr().err
+
+
 def test_the_pass_is_that_of_the_recipe() -> None:
     sizes = [("train.seq_len", "32"), ("train.micro_batch_size", "1")]
     config = load_recipe(recipes.find("demo"), sizes)
     loss = pass_once(config, torch.device("cpu"))
-    assert loss == pytest.approx(math.log(config.data.vocab_size), rel=0.2)
+    assert loss == pytest.approx(math.log(config.data.new_vocab_size), rel=0.2)
