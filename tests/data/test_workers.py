@@ -95,17 +95,22 @@ def test_workers_do_not_outlive_a_killed_process(make_split: Split) -> None:
     raise AssertionError("the worker lives on")
 
 
-ENDLESS = """
-import itertools, sys
+SLOW = """
+import sys, time
 from pathlib import Path
+from gla.data import encode
 from gla.data.corpus import Document
-from gla.data.encode import encode
-text = "a b c d " * 10_000
-documents = (("train", Document(str(i), text)) for i in itertools.count())
+def documents():
+    for i in range(6):
+        yield "train", Document(str(i), "a b c d")
+    time.sleep(1)
+    print("the workers wait", flush=True)
+    time.sleep(60)
 if __name__ == "__main__":
+    encode._BATCH_CHARACTERS = 1
     try:
-        for _ in encode(documents, Path(sys.argv[1]), 2):
-            print("encoded", flush=True)
+        for _ in encode.encode(documents(), Path(sys.argv[1]), 2):
+            pass
     except KeyboardInterrupt:
         sys.exit(130)
 """
@@ -114,9 +119,9 @@ if __name__ == "__main__":
 def test_ctrl_c_ends_tokenizing_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a b c d e f\n" * 50)
     Tokenizer.train(tmp_path / "text.txt", 270, tmp_path / "tokenizer")
-    (tmp_path / "endless.py").write_text(ENDLESS)
+    (tmp_path / "slow.py").write_text(SLOW)
     process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "endless.py"), str(tmp_path / "tokenizer")],
+        [sys.executable, str(tmp_path / "slow.py"), str(tmp_path / "tokenizer")],
         env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -125,7 +130,7 @@ def test_ctrl_c_ends_tokenizing_without_a_word(tmp_path: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "encoded\n"
+        assert process.stdout.readline() == "the workers wait\n"
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=60)[1]
     finally:
