@@ -156,7 +156,7 @@ class GroupConfig(_Section):
         lr_factor: The learning rate is multiplied by it.
         weight_decay: Replaces ``optim.weight_decay``, also for parameters that have none by
             default.
-        warmup_steps: Replaces ``schedule.warmup_steps``.
+        warmup_steps: Replaces ``schedule.warmup_steps``; one longer than the run is cut.
     """
 
     pattern: Annotated[str, AfterValidator(_regular_expression)]
@@ -209,7 +209,7 @@ class CheckpointConfig(_Section):
         interval: Steps between checkpoints.
         keep: How many stay.
         keep_best: Also save at the evaluation with the lowest loss so far, and keep that one:
-            ``checkpoints/best`` leads to it.
+            ``checkpoints/best`` leads to it. All are compared on ``eval.batches``.
     """
 
     interval: Count = 500
