@@ -2,7 +2,7 @@
 
     python tools/bench_op.py [--json] [--threads 2] [--seconds 2.5]
 
-Each ratio is the best of several runs over the best of several runs, taken in turns. "products" are
+Each ratio is the best of several runs over the best of several runs, in two rounds. "products" are
 the op's own matrix products alone, batched as a plain loop would: four forward, ten backward
 (counted as 2.5 times the four). B 1, H 8, K = V = 64, fp32 unless a row says otherwise.
 mlstm_kernels and the causal product of fast-transformers are measured where they can be imported,
@@ -53,15 +53,20 @@ TARGETS = {
 
 
 def best(*runs: Callable[[], Any], seconds: float) -> list[float]:
-    """Shortest time of each run, all taken in turns for ``seconds`` a run, after a warm-up."""
-    shortest, start = [math.inf] * len(runs), time.perf_counter()
-    for run in runs:
-        run()
-    while time.perf_counter() - start < seconds * len(runs):
+    """Shortest time of each run: two rounds, each run ``seconds`` / 2 on end after a warm-up.
+
+    On end, so that one run does not find the caches and the memory as another left them; twice, so
+    that a disturbance of one round does not decide.
+    """
+    shortest = [math.inf] * len(runs)
+    for _ in range(2):
         for i, run in enumerate(runs):
-            before = time.perf_counter()
             run()
-            shortest[i] = min(shortest[i], time.perf_counter() - before)
+            start = time.perf_counter()
+            while shortest[i] == math.inf or time.perf_counter() - start < seconds / 2:
+                before = time.perf_counter()
+                run()
+                shortest[i] = min(shortest[i], time.perf_counter() - before)
     return shortest
 
 

@@ -52,17 +52,16 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
     g = gates[0]
     g = layout.load(g, s, work("g", M, C, g.shape[-1]))
     f = factors(g.clamp_min_(floor_of(work.dtype)), work)
+    q_buffer, k_buffer = (work(n, M, C, x.shape[-1]) for n, x in (("q", q), ("k", k)))
     levels = None
     if f.strong is not None and f.tree is not None:
-        q_exact, k_exact = (
-            layout.load(x, s, work(name, M, C, x.shape[-1])).index_select(0, f.strong)
-            for name, x in (("q", q), ("k", k))
-        )
-        levels = Levels(q_exact, k_exact, f.tree)
-    q, k = (
-        work.narrow(name + "~", layout.load(x, s, work(name, M, C, x.shape[-1]), factor))
-        for name, x, factor in (("q", q, f.to_q), ("k", k, f.to_k))
-    )
+        q, k = layout.load(q, s, q_buffer), layout.load(k, s, k_buffer)
+        levels = Levels(q.index_select(0, f.strong), k.index_select(0, f.strong), f.tree)
+        q.mul_(f.to_q)
+        k.mul_(f.to_k)
+    else:
+        q, k = layout.load(q, s, q_buffer, f.to_q), layout.load(k, s, k_buffer, f.to_k)
+    q, k = work.narrow("q~", q), work.narrow("k~", k)
     return Tiles(q, k, v, f, levels)
 
 
