@@ -1,11 +1,13 @@
 """What reading without end costs: memory and decode steps at short and at long positions.
 
     python tools/bench_long.py [--tokens 1000000] [--written 50000] [--json] [--plot long.png]
-    python tools/bench_long.py --contexts 256 4096 32768       # beside a full softmax model
+    python tools/bench_long.py --contexts 256 4096 32768       # beside full softmax models
 
-Resident memory is noted while ``--tokens`` are read and ``--written`` are generated, and the time
-of a step at positions 1,000 and ``--tokens``, for a recurrent model and a hybrid with windows.
-With ``--contexts`` models with the same sizes and full softmax layers are timed beside them.
+Resident memory is noted while ``--tokens`` are read and ``--written`` are generated, for a
+recurrent model and a hybrid with windows; then steps at position 1,000 and at the end are timed in
+turn. With ``--contexts`` steps after so many tokens are timed for the same sizes with full softmax
+layers, for the recurrent model's compiled step, and for the Llama of transformers with as many
+parameters and its cache, where that can be imported.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +43,27 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
-def step_seconds(decoder: Decoder, state: ModelState, steps: int = 60) -> float:
-    """Median time of a step of one row from a state, which is left as it was."""
-    state = states.map_tensors(state, torch.clone)
-    token, times = torch.zeros(1, dtype=torch.int64), []
-    for _ in range(steps):
-        began = time.perf_counter()
-        state = decoder.step(token, state)[1]
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+def step_seconds(step: Callable[[], object], *others: Callable[[], object]) -> list[float]:
+    """Median time of each step, taken in turns, so that a busy moment meets all of them."""
+    steps = (step, *others)
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(60):
+        for run, noted in zip(steps, times, strict=True):
+            began = time.perf_counter()
+            run()
+            noted.append(time.perf_counter() - began)
+    return [statistics.median(noted) for noted in times]
+
+
+class Steps:
+    """Steps of one row, each from the state that the one before left."""
+
+    def __init__(self, decoder: Decoder, state: ModelState) -> None:
+        self.decoder, self.state = decoder, states.map_tensors(state, torch.clone)
+        self.token = torch.zeros(1, dtype=torch.int64)
+
+    def __call__(self) -> None:
+        self.state = self.decoder.step(self.token, self.state)[1]
 
 
 def read(decoder: Decoder, state: ModelState | None, tokens: int) -> ModelState:
@@ -65,7 +80,7 @@ def read(decoder: Decoder, state: ModelState | None, tokens: int) -> ModelState:
 def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
     """Memory while tokens are read and written, and the time of steps at 1,000 and at the end."""
     state = read(decoder, None, 1000)
-    early = step_seconds(decoder, state)
+    early = Steps(decoder, state)
     memory, began = [resident_bytes()], time.perf_counter()
     for _ in range(_NOTED):
         state = read(decoder, state, tokens // _NOTED)
@@ -79,7 +94,7 @@ def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
         if i % max(1, written // _NOTED) == 0:
             memory.append(resident_bytes())
     writing = time.perf_counter() - began
-    late = step_seconds(decoder, state)
+    at_1000, at_end = step_seconds(early, Steps(decoder, state))
     settled = memory[2:]  # the first pieces make the buffers that all later ones use
     return {
         "resident_bytes": memory,
@@ -87,18 +102,75 @@ def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
         "state_bytes": states.nbytes(state),
         "read_tokens_per_s": tokens // _NOTED * _NOTED / reading,
         "written_tokens_per_s": written / writing if written else None,
-        "step_us_at_1000": 1e6 * early,
-        "step_us_at_end": 1e6 * late,
+        "step_us_at_1000": 1e6 * at_1000,
+        "step_us_at_end": 1e6 * at_end,
     }
 
 
-def bench_context(decoder: Decoder, context: int) -> dict[str, float]:
-    """Steps after a context, and the bytes of its state."""
-    state = read(decoder, None, context)
+def bench_contexts(
+    decoders: dict[str, Decoder], llama: Any, context: int
+) -> dict[str, dict[str, float]]:
+    """Steps after a context, all models in turn, and the bytes of their states."""
+    steps: dict[str, Any] = {
+        name: Steps(decoder, read(decoder, None, context)) for name, decoder in decoders.items()
+    }
+    sizes = {name: states.nbytes(step.state) for name, step in steps.items()}
+    if llama is not None:
+        steps["llama"] = LlamaSteps(llama, context)
+        sizes["llama"] = steps["llama"].nbytes()
     return {
-        "tokens_per_s": 1 / step_seconds(decoder, state),
-        "state_bytes": states.nbytes(state),
+        name: {"tokens_per_s": 1 / seconds, "state_bytes": sizes[name]}
+        for name, seconds in zip(steps, step_seconds(*steps.values()), strict=True)
     }
+
+
+class LlamaSteps:
+    """Steps of transformers' Llama with its own cache, after so many random tokens."""
+
+    def __init__(self, model: Any, context: int) -> None:
+        from transformers import DynamicCache  # pyright: ignore[reportMissingImports]
+
+        self.model, self.cache = model, DynamicCache(config=model.config)
+        with torch.inference_mode():
+            for first in range(0, context, PREFILL_TOKENS):
+                size = min(PREFILL_TOKENS, context - first)
+                piece = torch.randint(model.config.vocab_size, (1, size))
+                model(piece, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.token = torch.zeros(1, 1, dtype=torch.int64)
+
+    def __call__(self) -> None:
+        with torch.inference_mode():
+            self.model(self.token, past_key_values=self.cache, use_cache=True)
+
+    def nbytes(self) -> int:
+        """Bytes of the keys and values it holds."""
+        return sum(x.nbytes for layer in self.cache.layers for x in (layer.keys, layer.values))
+
+
+def llama_like(model: LanguageModel) -> Any:
+    """transformers' Llama of the same width, depth and vocabulary; None where it is missing.
+
+    The width of its feed-forward layers is the one that brings its parameters nearest.
+    """
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    config = model.config
+    d, depth = config.d_model, len(model.blocks)
+    fixed = (1 + (not config.tie_embeddings)) * config.vocab_size * d + depth * (4 * d * d + 2 * d)
+    parameters = sum(x.numel() for x in model.parameters())
+    sizes = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=d,
+        intermediate_size=max(1, round((parameters - fixed) / (3 * d * depth))),
+        num_hidden_layers=depth,
+        num_attention_heads=max(1, d // 64),
+        tie_word_embeddings=config.tie_embeddings,
+        max_position_embeddings=1 << 20,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(sizes).eval()
 
 
 def plot(figures: dict[str, Any], path: str) -> None:
@@ -139,13 +211,23 @@ def main() -> None:
         for name, pattern in KINDS.items()
     }
     figures: dict[str, Any] = {"memory": {}, "contexts": {}}
+    llama = llama_like(decoders["recurrent"].model) if options.contexts else None
+    compiled = Decoder(decoders["recurrent"].model, compiled=True)
+    if options.contexts and not options.json:
+        sizes = {n: sum(x.numel() for x in d.model.parameters()) for n, d in decoders.items()}
+        if llama is not None:
+            sizes["llama"] = sum(x.numel() for x in llama.parameters())
+        print(", ".join(f"{name} {size:,} parameters" for name, size in sizes.items()))
+        if llama is None:
+            print("llama: transformers is not installed")
     for context in options.contexts:
-        rows = {name: bench_context(decoder, context) for name, decoder in decoders.items()}
+        rows = bench_contexts(decoders | {"compiled": compiled}, llama, context)
         figures["contexts"][context] = rows
         for name, row in rows.items() if not options.json else ():
             print(
                 f"context {context:7,} {name:10} {row['tokens_per_s']:8.1f} tokens/s, state "
-                f"{row['state_bytes'] / 1e6:8.2f} MB"
+                f"{row['state_bytes'] / 1e6:8.2f} MB",
+                flush=True,
             )
     for name in ("recurrent", "hybrid") if options.tokens else ():
         row = bench_memory(decoders[name], options.tokens, options.written)
