@@ -50,7 +50,7 @@ from gla_kernels.tiles import (
 
 @triton.jit
 def score_gradients(
-    v, v_t, do, do_t, left,
+    v, v_t, do, do_t, left, levels,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """dP [C, C] below its diagonal, what lies above the diagonal of its transpose, the diagonal."""
@@ -58,7 +58,9 @@ def score_gradients(
     t = tl.arange(0, C)
     dP = tl.zeros([C, C], tl.float32)
     dPT = tl.zeros([C, C], tl.float32)
-    for block in tl.range(BV // VB, disable_licm=True):
+    # A count the compiler does not know: unrolled, the loop would need more registers.
+    blocks = tl.where(levels > 0, BV // VB, 0)
+    for block in tl.range(blocks, disable_licm=True):
         d = block * VB + tl.arange(0, VB)
         do_tile = load_tile(do, do_t, left, d, V, C).to(DOT)
         v_tile = load_tile(v, v_t, left, d, V, C).to(DOT)
@@ -72,7 +74,7 @@ def score_gradients(
 
 @triton.jit
 def exact_gradients(
-    q, k, g, lower, upper, C: tl.constexpr, LOG_C: tl.constexpr,
+    q, k, g, lower, upper, levels, C: tl.constexpr,
     GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """Through the scores of a strong tile: gradients of q, k and q~ dq~ - k~ dk~, [C, BK] each.
@@ -84,14 +86,14 @@ def exact_gradients(
     through = tl.zeros_like(q)
     t = tl.arange(0, C)
     # Two loops: one needs more registers than there are.
-    for level in tl.range(LOG_C, disable_licm=True):
+    for level in tl.range(levels, disable_licm=True):
         right, left, e = level_tiles(q, k, g, level, C, GATE, PARTS, DOT)
         half = (t >> level) & 1
         pairs = same_block(level, C) & (half[:, None] > half[None, :])
         d_right = tl.dot(tl.where(pairs, lower, 0.0).to(DOT), left, input_precision=IP)
         dq += d_right * e
         through += right.to(tl.float32) * d_right
-    for level in tl.range(LOG_C, disable_licm=True):
+    for level in tl.range(levels, disable_licm=True):
         right, left, e = level_tiles(q, k, g, level, C, GATE, PARTS, DOT)
         half = (t >> level) & 1
         pairs = same_block(level, C) & (half[:, None] < half[None, :])
@@ -101,7 +103,9 @@ def exact_gradients(
     return dq, dk, through
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "L", "H", "k_group", "v_group", "g_group"])
+@triton.jit(
+    do_not_specialize=["scale", "T", "N", "L", "H", "levels", "k_group", "v_group", "g_group"]
+)
 def gradients_kernel(
     q, k, v, g, do,          # [B, T, heads, K], [.., K], [.., V], [.., 1 or K] or None, [.., V]
     dq, dk, dg,              # [B, T, H, K] contiguous; a gate a head: dg [B, T, H, K / BK]
@@ -110,10 +114,11 @@ def gradients_kernel(
     chunks,                  # [chunk slots, H, K, V]: gradient of the state after every chunk
     cu,                      # [N + 1] or None
     scale, T, N, L, H,
+    levels,                  # log2(C); known only at run time, so that no loop is unrolled
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, do_b, do_t, do_h,
     k_group, v_group, g_group,   # heads that share one head of k, v, g
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, LOG_C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
+    C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
     DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu is not None
@@ -160,7 +165,9 @@ def gradients_kernel(
         do_c = do_rows + token * do_t
         q_c = q_rows + token * q_t
         k_c = k_rows + token * k_t
-        lower, upper, diagonal = score_gradients(v_c, v_t, do_c, do_t, left, V, BV, C, DOT, IP)
+        lower, upper, diagonal = score_gradients(
+            v_c, v_t, do_c, do_t, left, levels, V, BV, C, DOT, IP
+        )
         q_tile = load_tile(q_c, q_t, left, d_k, K, C).to(tl.float32) * scale
         k_tile = load_tile(k_c, k_t, left, d_k, K, C).to(tl.float32)
         if GATE == NO_GATE:
@@ -184,7 +191,7 @@ def gradients_kernel(
                 dk_tile *= to_k
             else:
                 dq_tile, dk_tile, through = exact_gradients(
-                    q_tile, k_tile, gates, lower, upper, C, LOG_C, GATE, PARTS, DOT, IP
+                    q_tile, k_tile, gates, lower, upper, levels, C, GATE, PARTS, DOT, IP
                 )
                 b = tl.cumsum(gates, 0)
                 rest = tl.cumsum(load_gates(g_c, g_t, left, d_g, GK, C, 1), 0, reverse=True)
@@ -214,6 +221,8 @@ def gradients_kernel(
             total = tl.exp2((first_half + second_half) * LOG2E)[None, :]
             passing = tl.sum(S * dS.to(tl.float32), 0, keep_dims=True) * total
             S *= total
+        S = tl.dot(tl.trans(v_tile), k_tile.to(DOT), S, input_precision=IP)
+        if GATE != NO_GATE:
             if GATE == 1:  # matrices throughout: a sum of a vector does not compile for sm_100
                 passing = tl.sum(passing, 1, keep_dims=True)
                 through = tl.sum(through, 1, keep_dims=True)
@@ -224,4 +233,3 @@ def gradients_kernel(
             gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
             dg_tile = tl.where(gates > FLOOR, dg_tile, 0.0)
             store_tile(dg_rows + token * (H * GO), dg_tile, H * GO, left, d_go, GO, C)
-        S = tl.dot(tl.trans(v_tile), k_tile.to(DOT), S, input_precision=IP)

@@ -65,13 +65,13 @@ class Call:
         self.products = dict(
             common,
             C=self.config.C,
-            LOG_C=self.config.C.bit_length() - 1,
             num_stages=self.config.stages,
             PARTS=1 if exact_gates else (3 if self.wide else 2),
             DOT=triton.language.float32 if self.wide else triton.language.bfloat16,
             IP="tf32x3" if self.device.is_nvidia else "ieee",
         )
         self.common = common
+        self.levels = self.config.C.bit_length() - 1
 
     @property
     def segmented(self) -> bool:
@@ -98,12 +98,13 @@ class Call:
         """Launch ``sweep_kernel``; w [B, T, G, V] is v, or the gradient of o when ``reverse``."""
         grid = (self.slots(self.L) * self.H, triton.cdiv(self.V, self.config.BV))
         groups = (self.H // self.k.shape[2], self.H // w.shape[2], self._gate_group())
+        small = out is None and self.config.BK <= 64  # only a small state to hold
         sweep_kernel[grid](
             self.q, self.k, w, self.g, out, initial, final, bounds, decay, chunks, self.cu,
-            self.scale, self.T, self.N, self.L, self.H,
+            self.scale, self.T, self.N, self.L, self.H, self.levels,
             *_strides(self.q), *_strides(self.k), *_strides(w), *_strides(self.g), *groups,
             BK=self.config.BK, BV=self.config.BV, REVERSE=reverse, OUTPUT=out is not None,
-            num_warps=self.config.sweep_warps, **self.products,
+            num_warps=4 if small else self.config.sweep_warps, **self.products,
         )  # fmt: skip
 
     def boundaries(self, w: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
@@ -146,7 +147,7 @@ class Call:
         groups = (self.H // self.k.shape[2], self.H // self.v.shape[2], self._gate_group())
         gradients_kernel[(self.slots(self.L) * self.H, blocks)](
             self.q, self.k, self.v, self.g, do, dq, dk, dg, initial, bounds, chunks, self.cu,
-            self.scale, self.T, self.N, self.L, self.H,
+            self.scale, self.T, self.N, self.L, self.H, self.levels,
             *_strides(self.q), *_strides(self.k), *_strides(self.v), *_strides(self.g),
             *_strides(do), *groups,
             BK=self.config.grad_BK, BV=self.config.grad_BV,

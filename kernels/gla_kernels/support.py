@@ -109,22 +109,23 @@ def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Confi
     """The configuration of a call; ``wide``: products in fp32; ``gated``: there is a gate.
 
     Chunks of 64 tokens suit Hopper's matrix units, and halve the states that go through
-    memory; fp32, large heads and GPUs with little shared memory get shorter ones.
+    memory; fp32, large heads and GPUs with little shared memory get shorter ones. Widths of the
+    programs are the largest at which bf16 heads of 64 and 128 spill no registers.
     """
     BK, BV = _power_of_two(K), _power_of_two(V)
     hopper = device.capability in ((9, 0), (10, 0), (10, 3)) and not wide
     small = not hopper or max(BK, BV) > 128
-    # What a program of the gradients holds without spilling registers.
-    narrow = BV > 128 or (device.capability == (9, 0) and gated and not small)
+    roomy = device.capability in ((8, 0), (8, 6), (8, 9), (10, 0), (10, 3))
+    narrow = BV > 128 or (gated and not wide and not roomy)
     return Config(
         C=32 if small else 64,
         BK=BK,
-        BV=min(BV, 64 if small else 128),
+        BV=min(BV, max(32, 4096 // BK) if small else 128),
         grad_BK=min(BK, 16 if narrow else 32),
         grad_BV=BV,
         sweep_warps=8,
         grad_warps=8,
-        stages=1 if small else 2,
+        stages=1 if small else 3,
     )
 
 

@@ -45,8 +45,8 @@ KBLOCK = tl.constexpr(32)
 
 @triton.jit
 def scores(
-    q, q_t, k, k_t, g, g_t, left, scale,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr, REVERSE: tl.constexpr,
+    q, q_t, k, k_t, g, g_t, left, scale, levels,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr,
     GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """Scores of a chunk [C, C], lower triangular (REVERSE: transposed).
@@ -77,7 +77,7 @@ def scores(
                 x = q_tile.to(tl.float32) * scale
                 y = k_tile.to(tl.float32)
                 P += tl.where(t[:, None] == t[None, :], tl.sum(x * y, 1)[:, None], 0.0)
-                for level in tl.range(LOG_C, disable_licm=True):
+                for level in tl.range(levels, disable_licm=True):
                     right, left_, _ = level_tiles(x, y, gates, level, C, GATE, PARTS, DOT)
                     pairs = pairs_of(right, left_, tl.zeros([C, C], tl.float32), REVERSE, IP)
                     P += tl.where(same_block(level, C), pairs, 0.0)
@@ -148,7 +148,9 @@ def through_state(
     return S, o, lasting
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "L", "H", "k_group", "w_group", "g_group"])
+@triton.jit(
+    do_not_specialize=["scale", "T", "N", "L", "H", "levels", "k_group", "w_group", "g_group"]
+)
 def sweep_kernel(
     q, k, w, g,              # [B, T, heads, K], [.., K], [.., V], [.., 1 or K] or None
     out,                     # [B, T, H, V] contiguous, or None without OUTPUT
@@ -157,10 +159,11 @@ def sweep_kernel(
     chunks,                  # [chunk slots, H, K, V] or None
     cu,                      # [N + 1] or None
     scale, T, N, L, H,
+    levels,                  # log2(C); known only at run time, so that no loop is unrolled
     q_b, q_t, q_h, k_b, k_t, k_h, w_b, w_t, w_h, g_b, g_t, g_h,
     k_group, w_group, g_group,   # heads that share one head of k, w, g
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, LOG_C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
+    C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
     REVERSE: tl.constexpr, OUTPUT: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu is not None
@@ -220,7 +223,6 @@ def sweep_kernel(
         q_c = q_rows + token * q_t
         k_c = k_rows + token * k_t
         g_c = g_rows + token * g_t
-        w_tile = load_tile(w_rows + token * w_t, w_t, left, d_v, V, C).to(DOT)
         if chunks is not None:
             kept = state_at(chunks, chunk_slot + c, head, H, K, V)
             store_state(kept, S_0, d_0, d_v, K, V)
@@ -229,9 +231,11 @@ def sweep_kernel(
         o = tl.zeros([C, BV], tl.float32)
         if OUTPUT:
             P = scores(
-                q_c, q_t, k_c, k_t, g_c, g_t, left, scale,
-                K, BK, C, LOG_C, REVERSE, GATE, PARTS, DOT, IP,
+                q_c, q_t, k_c, k_t, g_c, g_t, left, scale, levels,
+                K, BK, C, REVERSE, GATE, PARTS, DOT, IP,
             )  # fmt: skip
+        w_tile = load_tile(w_rows + token * w_t, w_t, left, d_v, V, C).to(DOT)
+        if OUTPUT:
             o = tl.dot(P.to(DOT), w_tile, o, input_precision=IP)
         S_0, o, lasting_0 = through_state(
             S_0, o, lasting_0, w_tile, q_c, q_t, k_c, k_t, g_c, g_t, left, scale, d_0,
