@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import triton
 from gla_kernels import launch
+from gla_kernels.norm_gate import norm_gate
 from gla_kernels.support import Device
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -175,6 +176,13 @@ def compile_case(target: str, case: Case) -> list[dict[str, Any]]:
             call.recurrent(call.new_state(1), torch.empty_like(v[:, one]), call.new_state(1))
         for row in rows[before:]:
             row["of"] = "decoding"
+        before = len(rows)
+        if case.gate == "none" and not case.packed:  # they do not depend on the gate of the decay
+            weight = torch.empty(case.V)
+            y = norm_gate(v.requires_grad_(), do, weight, 1e-5)
+            torch.autograd.grad(y, v, do)
+        for row in rows[before:]:
+            row["of"] = "norm and gate"
     return [row | {"call": str(case)} for row in rows]
 
 

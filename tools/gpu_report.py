@@ -157,6 +157,34 @@ def far_offset() -> dict[str, float]:
     return {"o": error(o[:, :, -1:], alone) / allowed, "S_T": error(S[:, -1:], S_alone) / allowed}
 
 
+def norm_and_gate() -> tuple[dict[str, float], dict[str, float]]:
+    """The kernel of norm and output gate in bf16: error over limit, and times beside torch's."""
+    import gla_kernels.ops  # noqa: F401
+
+    from gla.layers.norms import RMSNorm
+    from gla.testing import error, limit
+
+    V = 16 if DRY else 128
+    norm = RMSNorm(V).to(DEVICE)
+    shape = (70, 2, V) if DRY else (4 * 4096, 16, V)
+    x, z, dy = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    leaves = [x.requires_grad_(), z.requires_grad_(), norm.weight]
+
+    def both(fused: bool) -> tuple[torch.Tensor, ...]:
+        y = norm.gated(leaves[0], leaves[1], fused)
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    wide = [u.detach().double().requires_grad_() for u in leaves]
+    y = F.rms_norm(wide[0], (V,), wide[2], norm.eps) * F.silu(wide[1])
+    wanted = (y, *torch.autograd.grad(y, wide, dy.double()))
+    errors = {
+        name: error(got, want) / limit(torch.bfloat16, gradient=name != "y")
+        for name, got, want in zip(("y", "dx", "dz", "dw"), both(True), wanted, strict=True)
+    }
+    ways = {"kernel": True, "torch": False}
+    return errors, {name: milliseconds(lambda w=way: both(w)) for name, way in ways.items()}
+
+
 def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
     """Median time of a call, with the L2 cache flushed before each."""
     if DRY:
@@ -284,6 +312,8 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| batch | decode step, ms |", "|---|---|"]
     lines += [f"| {batch} | {ms:.3f} |" for batch, ms in report["decode"].items()]
+    fused = ", ".join(f"{name} {ms:.3f} ms" for name, ms in report["norm and gate ms"].items())
+    lines += ["", f"Norm and output gate, forward + backward: {fused}"]
     return "\n".join([*lines, "", f"First call: {report['first call s']:.1f} s", ""])
 
 
@@ -319,6 +349,7 @@ def main() -> int:
             report["parity"][f"T {T}, segment {segment}"] = long_parity(T, segment)
     if not options.quick:
         report["parity"]["offsets past 2**31"] = far_offset()
+    report["parity"]["norm and gate"], report["norm and gate ms"] = norm_and_gate()
     report["copy bandwidth"] = copy_bandwidth()
     shapes = PUBLISHED if options.quick else PUBLISHED + FEW_HEADS + SHORT
     shapes = ((1, 70, 1, 16),) if DRY else shapes

@@ -207,11 +207,16 @@ class LinearAttention(DecayRecorder, Mixer[LinearAttentionState]):
             impl=self.config.impl,
         )
         o = o.to(v.dtype)
-        if self.norm is not None:
-            o = self.norm(o)
-        o = rearrange(o, "b t h v -> b t (h v)")
+        z = None
         if self.gate_proj is not None:
-            o = o * F.silu(self.gate_proj(x))
+            z = rearrange(self.gate_proj(x), "b t (h v) -> b t h v", h=self.num_heads)
+        if self.norm is not None and z is not None:
+            o = self.norm.gated(o, z, self.config.impl == "triton")
+        elif self.norm is not None:
+            o = self.norm(o)
+        elif z is not None:
+            o = o * F.silu(z)
+        o = rearrange(o, "b t h v -> b t (h v)")
         if not (need_state and self.causal):
             return self.out_proj(o), None
         return self.out_proj(o), LinearAttentionState(conv, recurrent, position)

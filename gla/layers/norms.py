@@ -25,6 +25,20 @@ class RMSNorm(nn.Module):
         """Set the weight to 1."""
         nn.init.ones_(self.weight)
 
+    def gated(self, x: Tensor, z: Tensor, fused: bool) -> Tensor:
+        """Normalize x and multiply with silu(z).
+
+        Args:
+            x, z: [..., dim].
+            fused: by the Triton kernel, which ``impl="triton"`` of the op has loaded.
+
+        Returns:
+            [..., dim].
+        """
+        if fused:
+            return torch.ops.gla_kernels.norm_gate(x, z, self.weight, self.eps)
+        return self(x) * F.silu(z)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] -> y [..., dim] in the dtype of x."""
         wide = torch.promote_types(x.dtype, torch.float32)

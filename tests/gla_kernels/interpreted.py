@@ -92,6 +92,13 @@ GROUPS: dict[str, list[dict]] = {
         dict(through_op=True, tokens=20, normalizer=True, positive=True, dtype=BF16),
         dict(through_op=True, tokens=1, dtype=BF16, gate="fixed"),
     ],
+    "norm and gate": [
+        dict(norm_gate=(3, 5, 24)),
+        dict(norm_gate=(70, 3, 64), dtype=BF16),
+        dict(norm_gate=(9, 2, 40), dtype=FP16, gate_dtype=FP32),
+        dict(norm_gate=(0, 2, 16)),
+        dict(layer=True),
+    ],
     "packed segments": [
         dict(tokens=250, offsets=[0, 3, 150, 150, 250], segment=64, heads=1),
         dict(tokens=250, offsets=[0, 130, 250], segment=64, heads=1, level=-INF, pattern="spikes"),
@@ -172,6 +179,56 @@ def run_op(**keywords) -> dict[str, float]:
     return errors
 
 
+def run_norm_gate(
+    norm_gate: tuple[int, ...],
+    dtype: torch.dtype = FP32,
+    gate_dtype: torch.dtype | None = None,
+) -> dict[str, float]:
+    """The kernel of norm and gate, of this shape, against its formula in fp64."""
+    import gla_kernels.ops  # noqa: F401
+
+    x, z = (torch.randn(norm_gate) for _ in range(2))
+    leaves = [x.to(dtype), (3 * z).to(gate_dtype or dtype), torch.rand(norm_gate[-1]) + 0.5]
+    wide = [u.double().requires_grad_() for u in leaves]
+    leaves = [u.requires_grad_() for u in leaves]
+    y = torch.ops.gla_kernels.norm_gate(*leaves, 1e-5)
+    x, z, w = wide
+    expected = x * (x.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * w * z / (1 + (-z).exp())
+    dy = torch.randn(norm_gate).to(dtype)
+    grads = torch.autograd.grad(y, leaves, dy)
+    wanted = torch.autograd.grad(expected, wide, dy.double())
+    assert [g.dtype for g in grads] == [u.dtype for u in leaves]
+    if not y.numel():
+        return {"y": float(y.shape != x.shape), "dw": grads[2].abs().sum().item()}
+    errors = {"y": error(y, expected) / limit(dtype)}
+    for name, grad, reference in zip("xzw", grads, wanted, strict=True):
+        errors["d" + name] = error(grad, reference) / limit(dtype, gradient=True)
+    return errors
+
+
+def run_layer() -> dict[str, float]:
+    """A whole layer through the kernels against the same layer in torch, fp32."""
+    from gla.layers.linear_attention import LinearAttention, LinearAttentionConfig
+
+    torch.manual_seed(0)
+    layers = [
+        LinearAttention(32, LinearAttentionConfig(num_heads=2, impl=impl))
+        for impl in ("triton", "torch")
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, dy = torch.randn(2, 70, 32), torch.randn(2, 70, 32)
+    outputs, gradients = [], []
+    for layer in layers:
+        y = layer(x)[0]
+        y.backward(dy)
+        outputs.append(y)
+        gradients.append({n: p.grad for n, p in layer.named_parameters()})
+    errors = {"y": error(*outputs) / limit(FP32)}
+    for name, grad in gradients[0].items():
+        errors[name] = error(grad, gradients[1][name]) / limit(FP32, gradient=True)
+    return errors
+
+
 def _strided(x: torch.Tensor) -> torch.Tensor:
     """The same values as a slice of a wider tensor whose heads lie before its tokens."""
     if x.dim() < 4 or (x.dtype == torch.float32 and x.shape[1] == 1):
@@ -189,6 +246,10 @@ def main() -> None:
         label = ", ".join(f"{name} {value}" for name, value in keywords.items())
         options = dict(keywords)
         measure = run_op if options.pop("through_op", False) else run
+        if "norm_gate" in options:
+            measure = run_norm_gate
+        if options.pop("layer", False):
+            measure = run_layer
         print(json.dumps({"case": label, "errors": measure(**options)}), flush=True)
 
 

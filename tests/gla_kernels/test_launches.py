@@ -18,7 +18,7 @@ CASES = """
 import json, sys
 from tools import compile_kernels as ck
 rows = ck.compile_case(sys.argv[1], ck.Case(int(sys.argv[2]), int(sys.argv[2]), sys.argv[3]))
-print(json.dumps([len(rows), [x for x in ck.faults(rows) if not x.endswith("of spills")]]))
+print(json.dumps([len(rows), ck.faults(rows)]))
 """
 
 
@@ -36,11 +36,11 @@ def compiled(target: str, size: int, gate: str) -> str:
     return done.stdout.strip()
 
 
-# One pass: 3 launches. Segmented: 4 more, 2 scans. Decoding: 1.
+# One pass: 3 launches. Segmented: 4 more, 2 scans. Decoding: 1. Norm and gate: 2 (in one case).
 # H100, a card with 99 KB, A100.
 @pytest.mark.parametrize("target", ["90", "120", pytest.param("80", marks=pytest.mark.slow)])
 def test_launches_fit_the_pretended_gpu(target: str) -> None:
-    assert compiled(target, 64, "none") == "[11, []]"
+    assert compiled(target, 64, "none") == "[13, []]"
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ GROUPS = (
     "packed",
     "packed segments",
     "op",
+    "norm and gate",
 )
 
 
