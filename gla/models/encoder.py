@@ -4,7 +4,7 @@
     h = h + mixer(norm(h));  h = h + mlp(norm(h))          for each block
     logits of a masked token = norm(h) W^T;  logits of a class = W_c mean over tokens of norm(h) + b
 
-Blocks and initialization are those of ``gla.models.language_model``. Mixers stand in their
+Blocks and initialization are those of ``gla.models.backbone``. Mixers stand in their
 bidirectional form, so positions are added to the embeddings (Vaswani et al. 2017, arXiv 1706.03762)
 with a learned scale a channel: linear attention and Linformer's queries have none otherwise.
 
@@ -15,7 +15,6 @@ of packed documents).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -26,14 +25,12 @@ from torch import Tensor, nn
 from gla.errors import ConfigError
 from gla.layers.linear import INIT_STD, Linear
 from gla.layers.linformer import Linformer
-from gla.layers.mixer import Mixer, build_mixer, mixer_fields
-from gla.layers.norms import RMSNorm
+from gla.layers.mixer import Mixer, mixer_fields
 from gla.layers.packing import document_of_token
+from gla.models.backbone import Backbone, Block
 from gla.models.config import ModelConfig
 from gla.models.inputs import check_inputs
-from gla.models.language_model import Block
 from gla.models.loss import linear_cross_entropy
-from gla.models.weights import find_checkpoint, load_weights, recipe_of
 
 IGNORE = -100
 
@@ -70,7 +67,7 @@ class EncoderConfig(ModelConfig):
         return {**data, "mixers": filled}
 
 
-class Encoder(nn.Module):
+class Encoder(Backbone):
     """An encoder, for masked tokens and, if the config names ``classes``, for these.
 
     Args:
@@ -80,17 +77,13 @@ class Encoder(nn.Module):
         ConfigError: a mixer is causal, or cannot do what its table asks.
     """
 
+    config: EncoderConfig
+    config_class = EncoderConfig
+    encoder = True
+
     def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        super().__init__(config)
         self.position_scale = nn.Parameter(torch.empty(config.d_model))
-        mixers = [_build(config, name) for name in config.layer_names]
-        self.blocks = nn.ModuleList(Block(config, mixer) for mixer in mixers)
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = Linear(config.d_model, config.vocab_size)
         self.class_head = None
         if config.classes:
             self.class_head = Linear(config.d_model, len(config.classes), bias=True)
@@ -102,40 +95,8 @@ class Encoder(nn.Module):
         # Here, not in __init__: memory given to a model on "meta" makes one tensor of each name.
         mixers = [cast(Block, block).mixer for block in self.blocks]
         _share_projections(self.config.layer_names, mixers)
-        for module in reversed(list(self.modules())):  # parts first: a block rescales its parts
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None and module is not self:
-                reset()
-        nn.init.normal_(self.embed.weight, std=INIT_STD)
+        super().reset_parameters()
         nn.init.constant_(self.position_scale, INIT_STD * 2**0.5)
-
-    @classmethod
-    def load(
-        cls, path: str | Path, device: str | torch.device = "cpu", *, allow_nonfinite: bool = False
-    ) -> Encoder:
-        """Load the newest checkpoint of a run that verifies, or one checkpoint.
-
-        Where a run keeps a running average of the weights, that is what is loaded.
-
-        Args:
-            path: a run folder, or a checkpoint folder inside one.
-            device: where the model goes.
-            allow_nonfinite: load weights that are NaN or infinite.
-
-        Raises:
-            CheckpointError: none verifies, or it belongs to another model.
-            ConfigError: config.toml of the checkpoint or the run is missing or not valid.
-            NumericsError: a weight is NaN or infinite, and that is not allowed.
-        """
-        checkpoint = find_checkpoint(Path(path))
-        with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
-            model = cls(EncoderConfig.from_toml(recipe_of(checkpoint, encoder=True)))
-        load_weights(model, checkpoint, allow_nonfinite=allow_nonfinite)
-        return model.to(device).eval()
-
-    def num_parameters(self) -> int:
-        """Number of weights; a tied head or a shared projection counts once."""
-        return sum(p.numel() for p in self.parameters())
 
     def forward(
         self, tokens: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
@@ -228,14 +189,6 @@ class Encoder(nn.Module):
         total = linear_cross_entropy(h, self._head_weight, targets[asked], IGNORE)
         return total if reduction == "sum" else total / asked.sum().clamp_min(1)
 
-    def token_logits(self, h: Tensor) -> Tensor:
-        """Logits [..., V] of the tokens at hidden states [..., D]."""
-        return F.linear(h, self._head_weight)
-
-    @property
-    def _head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
-
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
         if cu_seqlens is not None:
@@ -253,20 +206,6 @@ def sinusoids(position: Tensor, dim: int) -> Tensor:
     exponent = torch.arange(half, device=position.device, dtype=torch.float32) / half
     angle = position.to(torch.float32).unsqueeze(1) * _WAVELENGTHS**-exponent
     return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim]
-
-
-def _build(config: EncoderConfig, name: str) -> Mixer:
-    try:
-        mixer = build_mixer(config.d_model, config.mixers[name])
-    except ConfigError as error:
-        raise ConfigError(f"mixers.{name}.{error}") from None
-    if mixer.causal:
-        raise ConfigError(
-            f"mixers.{name}: got a causal mixer, expected one that reads whole documents in an "
-            "encoder; fix with causal = false where the mixer has it, or one of softmax, "
-            "longformer, linear, linformer, nystrom"
-        )
-    return mixer
 
 
 def _share_projections(names: list[str], mixers: list[Mixer]) -> None:

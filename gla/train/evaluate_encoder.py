@@ -49,7 +49,7 @@ def evaluate_masked(
             asked = batch.targets != IGNORE
             wanted = batch.targets[asked].to(device)
             h = model(batch.tokens.to(device), batch.cu_seqlens.to(device))[asked.to(device)]
-            logits = model.token_logits(h).float()
+            logits = model.logits(h).float()
             loss += F.cross_entropy(logits, wanted, reduction="sum").item()
             right += int((logits.argmax(-1) == wanted).sum())
             targets += len(wanted)
