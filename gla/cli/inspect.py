@@ -87,13 +87,13 @@ def look_into(run: Path, tokens: int, device: str) -> dict[str, Any]:
     else:
         model, text, ends, loss = load_encoder_batch(config, checkpoint, val, tokens, place)
         growth = []
-    first = text[:, : int(ends[1])]
+    seen = diagnose.look(model, text, ends)
     return {
         "checkpoint": checkpoint.name,
         "tokens": text.shape[1],
-        "output_std": diagnose.output_std(model, text, ends),
-        "half_lives": diagnose.half_lives(model, text, ends),
-        "spectra": diagnose.singular_values(model, first),
+        "output_std": diagnose.output_std(seen),
+        "half_lives": diagnose.half_lives(seen),
+        "spectra": diagnose.singular_values(model, seen, int(ends[1])),
         "states": growth,
         "gradients": diagnose.projection_gradients(model, loss),
         "redraws": diagnose.redraws(model),

@@ -1,7 +1,7 @@
 """What goes on inside a model: sizes of outputs, memory of gates and states, rank of attention.
 
 Everything is measured on given tokens, from outside: hooks look at the maps of a mixer, and no
-mixer knows of it.
+mixer knows of it. One forward pass, ``look``, shows what most of the figures here are made of.
 
 Sizes: T tokens, H heads, G heads of keys and values, K key dimension, V value dimension.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from gla.layers.gates import DecayRecorder
 from gla.layers.linformer import Linformer
 from gla.layers.linformer_causal import BlockSlots, LinformerCausal
 from gla.layers.mixer import Mixer
@@ -36,6 +38,22 @@ _STATES = 2  # documents whose states are measured in training: singular values 
 
 # Weights of tokens that a mixer reads values by: one matrix a head, found by reading unit vectors.
 _BY_WEIGHTS = (SoftmaxAttention, Reformer, Linformer, LinformerCausal, Nystrom)
+
+
+class Seen(NamedTuple):
+    """What one forward pass showed, by layer.
+
+    Attributes:
+        inputs: [B, T, D], what each mixer was given.
+        outputs: [B, T, ...], what each mixer made before its last map.
+        log_decays: of each layer with a gate, a sample [n, ...] or [G], see ``DecayRecorder``.
+        state: of a language model after the tokens; None of an encoder.
+    """
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    log_decays: dict[str, Tensor]
+    state: Any
 
 
 class StateAt(NamedTuple):
@@ -71,59 +89,69 @@ def mixers(model: Model) -> dict[str, Mixer]:
 
 
 @torch.no_grad()
-def output_std(model: Model, tokens: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, float]:
-    """Standard deviation of what each mixer makes before its last map, by layer.
+def look(model: Model, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Seen:
+    """Run the model once, and keep what the functions below read.
 
     Args:
         model: in eval mode.
         tokens: [B, T] int64.
         cu_seqlens: [N+1], as the model takes it.
     """
-    seen = _inputs(model, tokens, cu_seqlens, [_last_map(m) for m in mixers(model).values()])
-    return {n: float(x.float().std()) for n, x in zip(mixers(model), seen, strict=True)}
+    layers = mixers(model)
+    gates = {n: m for n, m in layers.items() if isinstance(m, DecayRecorder)}
+    with contextlib.ExitStack() as stack:
+        # Compiled code calls no hook that came later. (Without it nothing can be compiled.)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        inputs = {n: stack.enter_context(_recorded(m)) for n, m in layers.items()}
+        outputs = {n: stack.enter_context(_recorded(_last_map(m))) for n, m in layers.items()}
+        log_decays = stack.enter_context(_decays_recorded(gates))
+        out = model(tokens, cu_seqlens=cu_seqlens)
+        return Seen(
+            {n: x[0] for n, x in inputs.items()},
+            {n: x[0] for n, x in outputs.items()},
+            log_decays(),
+            None if isinstance(out, Tensor) else out.state,
+        )
 
 
-@torch.no_grad()
-def half_lives(model: Model, tokens: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
+def output_std(seen: Seen) -> dict[str, float]:
+    """Standard deviation of what each mixer makes before its last map, by layer."""
+    return {n: float(x.float().std()) for n, x in seen.outputs.items()}
+
+
+def decays(seen: Seen) -> dict[str, Tensor]:
+    """A sample [n] fp32 of each layer's decay: 1 keeps the memory, 0 forgets it."""
+    return {n: x.float().flatten().exp() for n, x in seen.log_decays.items()}
+
+
+def half_lives(seen: Seen) -> dict[str, Tensor]:
     """Tokens after which a gate has forgotten half: a sample [n] fp32 of each layer with a gate.
 
     ln 2 / -log_decay, at most ``LONGEST_HALF_LIFE``; 0 where a gate is closed.
     """
-    layers: dict[str, Any] = {n: m for n, m in mixers(model).items() if hasattr(m, "record")}
-    for layer in layers.values():
-        layer.record = True
-    try:
-        model(tokens, cu_seqlens=cu_seqlens)
-        samples = {n: m.last_log_decay for n, m in layers.items()}
-    finally:
-        for layer in layers.values():
-            layer.record, layer.last_log_decay = False, None
     return {
-        name: (math.log(2) / -sample.float().flatten())
-        .nan_to_num(0)
-        .abs()
-        .clamp(0, LONGEST_HALF_LIFE)
-        for name, sample in samples.items()
-        if sample is not None
+        n: (math.log(2) / -x.float().flatten()).nan_to_num(0).abs().clamp(0, LONGEST_HALF_LIFE)
+        for n, x in seen.log_decays.items()
     }
 
 
 @torch.no_grad()
-def singular_values(model: Model, tokens: Tensor) -> dict[str, Tensor]:
+def singular_values(model: Model, seen: Seen, length: int) -> dict[str, Tensor]:
     """Singular values of each layer's attention matrices, by layer: [H, T] fp32, falling.
 
     Layers whose outputs are no weighted sums of values (recurrences) are left out.
 
     Args:
         model: in eval mode.
-        tokens: [1, T] int64, one document; the first ``ATTENTION_TOKENS`` are read.
+        seen: what it was given.
+        length: of the first document; of that, the first ``ATTENTION_TOKENS`` attend.
     """
-    tokens = tokens[:, :ATTENTION_TOKENS]
-    layers = {n: m for n, m in mixers(model).items() if isinstance(m, _BY_WEIGHTS)}
-    seen = _inputs(model, tokens, None, list(layers.values()))
-    pairs = zip(layers.items(), seen, strict=True)
+    T = min(length, ATTENTION_TOKENS)
     return {
-        name: torch.linalg.svdvals(attention_matrix(mixer, x).float()) for (name, mixer), x in pairs
+        n: torch.linalg.svdvals(attention_matrix(m, seen.inputs[n][:1, :T]).float())
+        for n, m in mixers(model).items()
+        if isinstance(m, _BY_WEIGHTS)
     }
 
 
@@ -214,18 +242,16 @@ def diagnose(model: Model, tokens: Tensor, cu_seqlens: Tensor) -> dict[str, Tens
         cu_seqlens: [N+1]; attention matrices are those of the first document, states those after
             the two longest.
     """
-    std = output_std(model, tokens, cu_seqlens)
-    values = {f"output_std/{n}": torch.tensor([x]) for n, x in std.items()}
-    lives = half_lives(model, tokens, cu_seqlens)
-    values |= {f"half_life/{n}": x for n, x in lives.items()}
-    first = tokens[:, : int(cu_seqlens[1])]
-    spectra = singular_values(model, first)
+    seen = look(model, tokens, cu_seqlens)
+    values = {f"output_std/{n}": torch.tensor([x]) for n, x in output_std(seen).items()}
+    values |= {f"decay/{n}": x for n, x in decays(seen).items()}
+    values |= {f"half_life/{n}": x for n, x in half_lives(seen).items()}
+    spectra = singular_values(model, seen, int(cu_seqlens[1]))
     values |= {f"attention_rank/{n}": effective_rank(x) for n, x in spectra.items()}
     if isinstance(model, LanguageModel):
-        state = model(tokens, cu_seqlens=cu_seqlens).state
         lengths = cu_seqlens.diff()
         longest = lengths.topk(min(_STATES, len(lengths))).indices
-        for name, S in matrix_states(model, state):
+        for name, S in matrix_states(model, seen.state):
             S = S[longest]
             values[f"state_norm/{name}"] = S.float().norm(dim=(-2, -1)).flatten()
             ranks = effective_rank(torch.linalg.svdvals(S.float()))
@@ -243,17 +269,20 @@ def _last_map(mixer: nn.Module) -> nn.Module:
     return getattr(mixer, "out_proj", mixer)
 
 
-def _inputs(
-    model: Model, tokens: Tensor, cu_seqlens: Tensor | None, modules: list[Any]
-) -> list[Tensor]:
-    """Run the model once; return what each of the modules was given."""
-    with contextlib.ExitStack() as stack:
-        # Compiled code calls no hook that came later. (Setting the stance imports the compiler.)
-        if any(getattr(block, "_compiled_call_impl", None) for block in model.blocks):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        seen = [stack.enter_context(_recorded(module)) for module in modules]
-        model(tokens, cu_seqlens=cu_seqlens)
-    return [inputs[0] for inputs in seen]
+@contextlib.contextmanager
+def _decays_recorded(
+    layers: Mapping[str, DecayRecorder],
+) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Let gates keep samples; yields what returns those of the latest pass."""
+    for layer in layers.values():
+        layer.record = True
+    try:
+        yield lambda: {
+            n: m.last_log_decay for n, m in layers.items() if m.last_log_decay is not None
+        }
+    finally:
+        for layer in layers.values():
+            layer.record, layer.last_log_decay = False, None
 
 
 @contextlib.contextmanager

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 
 from gla import storage
 
@@ -204,32 +203,6 @@ def cut_metrics(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
     storage.write_bytes_atomic(path, b"".join(kept))
-
-
-def gate_decays(model: nn.Module, tokens: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
-    """Run a batch and return a sample of each layer's decay, exp(log_decay), by layer name.
-
-    A decay of 1 keeps the memory, 0 forgets it. Layers without a gate are left out.
-
-    Args:
-        model: In eval mode, without gradients.
-        tokens: int64 [1, T].
-        cu_seqlens: int [N+1].
-    """
-    layers = {n: m for n, m in model.named_modules() if hasattr(m, "last_log_decay")}
-    for layer in layers.values():
-        layer.record = True  # type: ignore[assignment]
-    try:
-        model(tokens, cu_seqlens=cu_seqlens, need_state=False)
-        samples = {name: layer.last_log_decay for name, layer in layers.items()}
-        return {
-            f"decay/{name}": torch.exp(sample.float().flatten())  # type: ignore[union-attr]
-            for name, sample in samples.items()
-            if sample is not None
-        }
-    finally:
-        for layer in layers.values():
-            layer.record, layer.last_log_decay = False, None  # type: ignore[assignment]
 
 
 _PLAIN = (bool, int, float, str)

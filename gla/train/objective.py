@@ -29,7 +29,6 @@ from gla.train.evaluate import count_targets, evaluate
 from gla.train.flops import BACKWARD, flops_per_token, peak_flops
 from gla.train.inputs import Inputs
 from gla.train.model import build_language_model
-from gla.train.monitor import gate_decays
 
 # Writes a sample at each evaluation: (model in eval mode, tokenizer) -> text.
 Sampler = Callable[[LanguageModel, Tokenizer], str]
@@ -250,17 +249,17 @@ class LanguageModeling:
         )
 
     def watch(self) -> tuple[dict[str, Tensor], str | None]:
-        """See ``Objective``: the gates' decay in each layer, and what ``diagnose`` knows."""
+        """See ``Objective``: what ``diagnose`` knows, and the gradients of projections."""
         with evaluating(self.model), autocast(self.device, self.precision):
             batch = self.source.batch(*self._places(0)[0])
             tokens, ends = batch.tokens.to(self.device), batch.cu_seqlens.to(self.device)
-            decays = gate_decays(self.model, tokens, ends) | diagnose(self.model, tokens, ends)
+            values = diagnose(self.model, tokens, ends)
             text = self.sampler and self.sampler(self.model, self.inputs.tokenizer)
             norms = projection_gradients(
                 self.model,
                 lambda: self.model.loss(tokens, batch.targets.to(self.device), cu_seqlens=ends),
             )
-        return decays | {f"gradient/{n}": torch.tensor([g]) for n, g in norms.items()}, text
+        return values | {f"gradient/{n}": torch.tensor([g]) for n, g in norms.items()}, text
 
     def tensors(self) -> dict[str, Tensor]:
         """See ``Objective``: the carried states, [global_batch_size, …] each."""

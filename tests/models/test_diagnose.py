@@ -11,9 +11,11 @@ import torch
 from gla.models.config import ModelConfig
 from gla.models.diagnose import (
     attention_matrix,
+    decays,
     diagnose,
     effective_rank,
     half_lives,
+    look,
     mixers,
     output_std,
     projection_gradients,
@@ -23,6 +25,7 @@ from gla.models.diagnose import (
 )
 from gla.models.encoder import Encoder, EncoderConfig
 from gla.models.language_model import LanguageModel
+from gla.train.device import prepare_blocks
 
 TOKENS = torch.randint(32, (1, 37), generator=torch.Generator().manual_seed(0))
 ENDS = torch.tensor([0, 20, 37])
@@ -87,13 +90,14 @@ def test_the_matrix_of_linformer_has_the_rank_of_its_slots():
     slots = torch.einsum("kl,lhd->khd", mixer.E[:, :37], k)
     p = (torch.einsum("lhd,khd->hlk", q, slots) / 8**0.5).softmax(-1)
     torch.testing.assert_close(attention_matrix(mixer, x), p @ mixer.F[:, :37])
-    values = singular_values(model, TOKENS)["blocks.0.mixer"]
+    values = singular_values(model, look(model, TOKENS), 37)["blocks.0.mixer"]
     assert values.shape == (2, 37)
     assert bool((values[:, 3:] < 1e-5 * values[:, :1]).all()) and bool((values[:, 2] > 0).all())
 
 
 def test_recurrences_have_no_attention_matrix():
-    assert list(singular_values(language_model("gla", "softmax"), TOKENS)) == ["blocks.1.mixer"]
+    model = language_model("gla", "softmax")
+    assert list(singular_values(model, look(model, TOKENS), 37)) == ["blocks.1.mixer"]
 
 
 def test_output_std_is_that_before_the_last_map():
@@ -104,20 +108,54 @@ def test_output_std_is_that_before_the_last_map():
     parts = [block.mixer(x[:, a:b])[0] for a, b in ((0, 20), (20, 37))]
     wanted = float(torch.cat(parts, 1).detach().float().std())
     block.mixer.out_proj = last
-    found = output_std(model, TOKENS, ENDS)
+    found = output_std(look(model, TOKENS, ENDS))
     assert list(found) == ["blocks.0.mixer", "blocks.1.mixer"]
     assert found["blocks.0.mixer"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_compiled_blocks_are_looked_into_too():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_blocks_are_looked_into_too(checkpointing, monkeypatch):
     model = language_model("gla")
-    wanted = output_std(model, TOKENS)
-    for block in model.blocks:
-        block.compile(backend="eager")
+    wanted = look(model, TOKENS)
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend="eager"))
+    prepare_blocks(model, torch.device("cpu"), compiled=True, checkpointing=checkpointing)
     with torch.no_grad():
         model(TOKENS)  # hooks that come after this are unknown to the compiled block
-    assert output_std(model, TOKENS) == pytest.approx(wanted)
-    assert set(half_lives(model, TOKENS)) == {"blocks.0.mixer"}
+    found = look(model, TOKENS)
+    assert output_std(found) == pytest.approx(output_std(wanted))
+    torch.testing.assert_close(found.log_decays, wanted.log_decays)
+    assert list(found.log_decays) == ["blocks.0.mixer"]
+
+
+def test_one_pass_shows_what_passes_of_their_own_would():
+    model = language_model("gla", "softmax", "linformer_causal")
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    diagnose(model, TOKENS, ENDS)
+    assert calls == [1]
+    packed, alone = look(model, TOKENS, ENDS), look(model, TOKENS[:, :20])
+    one, other = singular_values(model, packed, 20), singular_values(model, alone, 20)
+    assert (
+        list(one) == ["blocks.1.mixer", "blocks.2.mixer"] and one["blocks.1.mixer"].shape[1] == 20
+    )
+    torch.testing.assert_close(one, other)
+    first, second = (look(model, TOKENS[:, a:b]).state for a, b in ((0, 20), (20, 37)))
+    wanted = torch.cat([first.layers[0].recurrent.S, second.layers[0].recurrent.S])
+    torch.testing.assert_close(packed.state.layers[0].recurrent.S, wanted)
+
+
+def test_decays_come_from_gated_layers_only_and_recording_ends():
+    tables = {name: {"kind": "linear_attention", "gate": name} for name in ("none", "head")}
+    model = language_model("none", "head", "gla", "window", **tables)
+    seen = look(model, TOKENS, ENDS)
+    found, lives = decays(seen), half_lives(seen)
+    assert list(found) == list(lives) == ["blocks.1.mixer", "blocks.2.mixer"]
+    for name, values in found.items():
+        assert bool(((values > 0) & (values < 1)).all())
+        torch.testing.assert_close(values ** lives[name], torch.full_like(values, 0.5))
+    model(TOKENS)
+    assert all(getattr(m, "last_log_decay", None) is None for m in model.modules())
 
 
 class Gate(torch.nn.Module):
@@ -135,14 +173,14 @@ def test_half_lives_of_fixed_gates_and_of_closed_ones():
         a={"kind": "linear_attention", "gate": "fixed", "num_heads": 2},
         b={"kind": "linear_attention"},
     )
-    lives = half_lives(model, TOKENS, ENDS)
+    lives = half_lives(look(model, TOKENS, ENDS))
     assert list(lives) == ["blocks.0.mixer", "blocks.1.mixer"]
     mixer: Any = mixers(model)["blocks.0.mixer"]
     decay = mixer.gate(torch.zeros(1, 1, 16, dtype=torch.float64)).exp().flatten()
     for life, gamma in zip(lives["blocks.0.mixer"].tolist(), decay.tolist(), strict=True):
         assert gamma**life == pytest.approx(0.5, rel=1e-4)
     mixer.gate = Gate()
-    found = half_lives(model, TOKENS, ENDS)["blocks.0.mixer"].tolist()
+    found = half_lives(look(model, TOKENS, ENDS))["blocks.0.mixer"].tolist()
     assert found == [1e6, 0]
     assert mixer.last_log_decay is None
 
@@ -194,6 +232,7 @@ def test_what_a_run_watches_is_flat_and_finite():
     kinds = {name.split("/")[0] for name in values}
     assert kinds == {
         "output_std",
+        "decay",
         "half_life",
         "attention_rank",
         "state_norm",

@@ -11,9 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import gla
-from gla.models.language_model import LanguageModel
-from gla.train.monitor import Monitor, cut_metrics, gate_decays
+from gla.train.monitor import Monitor, cut_metrics
 
 
 def test_a_value_that_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
@@ -107,20 +105,3 @@ def test_a_sample_is_kept_as_it_is(tmp_path: Path) -> None:
     with Monitor(tmp_path, 0, 5) as monitor:
         monitor.sample(7, text)
     assert (tmp_path / "samples/step-00000007.txt").read_bytes() == text.encode()
-
-
-def test_decays_come_from_gated_layers_only_and_recording_ends() -> None:
-    mixers = {name: {"kind": "linear_attention", "gate": name} for name in ("none", "head")}
-    config = gla.ModelConfig(
-        d_model=32, vocab_size=16, layers=["none", "head", "gla", "window"], mixers=mixers
-    )
-    model = LanguageModel(config).eval()
-    tokens, ends = torch.arange(12)[None], torch.tensor([0, 5, 12])
-    with torch.no_grad():
-        decays = gate_decays(model, tokens, ends)
-    assert set(decays) == {"decay/blocks.1.mixer", "decay/blocks.2.mixer"}
-    for values in decays.values():
-        assert ((values > 0) & (values < 1)).all()
-    with torch.no_grad():
-        model(tokens)
-    assert all(getattr(m, "last_log_decay", None) is None for m in model.modules())
