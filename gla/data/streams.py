@@ -1,12 +1,16 @@
 """Rows that go on where they stopped, for training with a carried state.
 
 In an epoch the documents stand one after another in a seeded order, and this line of tokens is cut
-into as many parts of equal length as a batch has rows. Row r of step j is the j-th piece of part r:
-each token is read once an epoch, and a document goes on in the same row of the next step.
+into as many parts of equal length (or one token more) as a batch has rows. Row r reads part r of
+epoch 0, then part r of epoch 1, and so on, ``seq_len`` tokens a step: each token is read once an
+epoch, a document goes on in the same row of the next step, and all steps have the same number of
+tokens, so that each token weighs the same in an update. Where an epoch ends within a row, the row
+begins its next part with a fresh state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +30,9 @@ class StreamBatch(NamedTuple):
         tokens: int64 [1, T].
         targets: int64 [1, T], the next token of the document, or -100 after its last.
         cu_seqlens: int32 [N + 1], where each of N windows begins and ends; a window lies within a
-            row and within a document (or is a row, where documents are not isolated).
+            row and within a document (or an epoch, where documents are not isolated).
         goes_on: int64 [rows], the window that continues what the row read in the step before, or
-            -1 where the row begins with a new document.
+            -1 where the row begins with a new document or a new epoch.
         last: int64 [rows], the last window of each row.
     """
 
@@ -39,22 +43,37 @@ class StreamBatch(NamedTuple):
     last: Tensor
 
 
+class Window(NamedTuple):
+    """A piece of a row.
+
+    Attributes:
+        start: Its first token in the data set.
+        length: Its tokens.
+        ends: Whether its last token is the last of a document.
+        afresh: Whether nothing that the row has read before belongs to it.
+    """
+
+    start: int
+    length: int
+    ends: bool
+    afresh: bool
+
+
 class Streams:
     """Reads batches whose rows go on from step to step.
 
     Attributes:
         dataset: Where the tokens are.
-        steps: Steps of an epoch.
     """
 
     def __init__(
         self, dataset: TokenDataset, seq_len: int, rows: int, seed: int = 0, isolate: bool = True
     ) -> None:
-        """Plan the steps.
+        """Plan the rows.
 
         Args:
             dataset: Where the tokens are.
-            seq_len: Tokens of a row (the last step of an epoch has fewer, or one more).
+            seq_len: Tokens of a row.
             rows: Rows of a whole batch.
             seed: Decides the order of the documents in each epoch.
             isolate: False: documents of a row see each other, and state is never reset within an
@@ -69,14 +88,12 @@ class Streams:
                 f"more for a batch of {rows} rows; fix by adding text or lowering the batch size"
             )
         self.dataset = dataset
-        self.steps = -(-(dataset.num_tokens // rows) // seq_len)
         self._seq_len, self._rows = seq_len, rows
         self._seed, self._isolate = seed, isolate
-        self._epoch = -1
-        self._order = self._line = np.empty(0, np.int64)
+        self._lines: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process opens the data set again, and plans the same steps."""
+        """Another process opens the data set again, and plans the same rows."""
         arguments = (self._seq_len, self._rows, self._seed, self._isolate)
         return _reopen, (self.dataset.path, *arguments)
 
@@ -86,19 +103,18 @@ class Streams:
         Raises:
             DataError: A stored id is not below the vocabulary's size.
         """
-        epoch, nth = divmod(step, self.steps)
-        self._enter(epoch)
         tokens, targets, lengths, goes_on, last = [], [], [], [], []
         for row in range(first, first + rows):
-            windows = list(self._windows(row, nth))
-            begins = windows[0][3]
-            goes_on.append(-1 if nth == 0 or (begins and self._isolate) else len(lengths))
-            for start, length, ends, _ in windows:
+            for nth, (start, length, ends, afresh) in enumerate(self._windows(row, step)):
                 ids, next_ids = read_window(self.dataset, start, length, ends)
                 tokens.append(ids)
                 targets.append(next_ids)
-            sizes = [length for _, length, _, _ in windows]
-            lengths += sizes if self._isolate else [sum(sizes)]
+                if nth == 0:
+                    goes_on.append(-1 if afresh else len(lengths))
+                if nth == 0 or afresh:
+                    lengths.append(length)
+                else:
+                    lengths[-1] += length
             last.append(len(lengths) - 1)
         return StreamBatch(
             torch.from_numpy(np.concatenate(tokens)[None]),
@@ -108,29 +124,52 @@ class Streams:
             torch.tensor(last),
         )
 
-    def _enter(self, epoch: int) -> None:
-        """Lay out an epoch's line of tokens, which takes time with the number of documents."""
-        if epoch == self._epoch:
-            return
-        lengths = np.diff(self.dataset.document_starts)
-        self._order = np.random.default_rng([self._seed, epoch]).permutation(len(lengths))
-        self._line = np.cumsum(np.concatenate([[0], lengths[self._order]]))
-        self._epoch = epoch
+    def _line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Lay out an epoch's line of tokens, which takes time with the number of documents.
 
-    def _windows(self, row: int, nth: int) -> Any:
-        """Yield (start in the data set, length, ends a document, begins one) in a row's piece."""
+        Returns:
+            The order of the documents [D], and where each begins in the line and the last one ends
+            [D + 1]: int64.
+        """
+        if epoch not in self._lines:
+            lengths = np.diff(self.dataset.document_starts)
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(lengths))
+            kept = sorted(self._lines)[-1:]  # while some rows end an epoch, others begin the next
+            self._lines = {nth: self._lines[nth] for nth in kept}
+            self._lines[epoch] = order, np.cumsum(np.concatenate([[0], lengths[order]]))
+        return self._lines[epoch]
+
+    def _windows(self, row: int, step: int) -> Iterator[Window]:
+        """Yield what a row reads in a step."""
         total = self.dataset.num_tokens
         begin, end = (total * r // self._rows for r in (row, row + 1))
-        at = begin + nth * self._seq_len
-        stop = end if nth == self.steps - 1 else at + self._seq_len
-        place = int(np.searchsorted(self._line, at, side="right")) - 1
+        at, missing = step * self._seq_len, self._seq_len  # tokens that the row has read, and wants
+        while missing:
+            epoch, read = divmod(at, end - begin)
+            stop = begin + min(read + missing, end - begin)
+            yield from self._part(epoch, begin, begin + read, stop)
+            at += stop - begin - read
+            missing -= stop - begin - read
+
+    def _part(self, epoch: int, begin: int, at: int, stop: int) -> Iterator[Window]:
+        """Yield what stands from ``at`` to before ``stop`` in an epoch's line.
+
+        Args:
+            epoch: Which line.
+            begin: Where the row's part begins.
+            at, stop: Places in the line.
+        """
+        order, line = self._line(epoch)
+        starts = self.dataset.document_starts
+        place = int(np.searchsorted(line, at, side="right")) - 1
         while at < stop:
-            document_end = int(self._line[place + 1])
+            document_end = int(line[place + 1])
             length = min(document_end, stop) - at
-            offset = at - int(self._line[place])
+            offset = at - int(line[place])
             if length:  # a document without tokens is nowhere
-                start = int(self.dataset.document_starts[self._order[place]]) + offset
-                yield start, length, at + length == document_end, offset == 0
+                start = int(starts[order[place]]) + offset
+                afresh = at == begin or (self._isolate and offset == 0)
+                yield Window(start, length, at + length == document_end, afresh)
             at += length
             place += 1
 
