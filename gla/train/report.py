@@ -40,8 +40,13 @@ class Panel(NamedTuple):
 
 
 _PANELS = (
-    Panel("loss (nats per token)", False, {"training": "loss", "validation": "val_loss"}),
+    Panel("loss (nats)", False, {"training": "loss", "validation": "val_loss"}),
     Panel("bits per byte", False, {"training": "bpb", "validation": "val_bpb"}),
+    Panel(
+        "validation: classes, or masked tokens",
+        False,
+        {"accuracy": "val_accuracy", "macro-F1": "val_macro_f1"},
+    ),
     Panel("learning rate", False, {"": "lr"}),
     Panel("gradient norm, before clipping", True, {"": "grad_norm"}),
     Panel("tokens per second", False, {"": "tokens_per_s"}),
@@ -105,6 +110,18 @@ def curve(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     return [s for s, _ in points], [math.nan if v is None else float(v) for _, v in points]
 
 
+def present(rows: Sequence[Row]) -> list[Panel]:
+    """Return the panels that a run has figures for, with the curves that it has."""
+    keys = {key for row in rows for key in row}
+    panels = [
+        panel._replace(curves={label: key for label, key in panel.curves.items() if key in keys})
+        for panel in _PANELS
+    ]
+    decays = {k.split(".")[1]: k for row in rows for k in row if k.startswith("decay/")}
+    panels.append(Panel("mean decay of a layer's gates (1 keeps, 0 forgets)", False, decays))
+    return [panel for panel in panels if panel.curves]
+
+
 def draw(rows: Sequence[Row]) -> bytes:
     """Draw the curves of a run as a PNG."""
     try:
@@ -115,14 +132,12 @@ def draw(rows: Sequence[Row]) -> bytes:
             "gla report: got no matplotlib, expected it for the curves; fix with "
             "pip install 'gla[plots]'"
         ) from reason
-    decays = {k.split(".")[1]: k for row in rows for k in row if k.startswith("decay/")}
-    panels = [*_PANELS]
-    if decays:
-        panels.append(Panel("mean decay of a layer's gates (1 keeps, 0 forgets)", False, decays))
-    figure = Figure(figsize=(11, 3.2 * -(-len(panels) // 2)), layout="constrained")
+    panels = present(rows)
+    high = max(1, -(-len(panels) // 2))
+    figure = Figure(figsize=(11, 3.2 * high), layout="constrained")
     FigureCanvasAgg(figure)
     for number, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(-(-len(panels) // 2), 2, number)
+        axes = figure.add_subplot(high, 2, number)
         for label, key in panel.curves.items():
             steps, values = curve(rows, key)
             marker = "o" if len(steps) < 30 else None
@@ -140,7 +155,7 @@ def draw(rows: Sequence[Row]) -> bytes:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the last figures of a run, as text, "n/a" where there are none."""
+    """Return the last figures of a run, as text, "n/a" where one was not measured."""
     training = next((row for row in reversed(rows) if "loss" in row), {})
     validation = next((row for row in reversed(rows) if "val_loss" in row), {})
     last = {**training, **validation}
@@ -150,13 +165,19 @@ def figures(rows: Sequence[Row]) -> dict[str, str]:
         return "n/a" if value is None else format(value, form)
 
     best = min((row["val_loss"] for row in rows if row.get("val_loss") is not None), default=None)
+    # What only some models have: text has bytes, encoders tell classes or fill in tokens.
+    own = {
+        "validation bits per byte": ("val_bpb", ".4f"),
+        "validation accuracy": ("val_accuracy", ".2%"),
+        "validation macro-F1": ("val_macro_f1", ".4f"),
+    }
     return {
         "steps": f"{rows[-1]['step']:,}",
         "training tokens": show("tokens", ","),
         "training loss": show("loss", ".4f"),
         "validation loss": show("val_loss", ".4f"),
         "lowest validation loss": "n/a" if best is None else f"{best:.4f}",
-        "validation bits per byte": show("val_bpb", ".4f"),
+        **{name: show(key, form) for name, (key, form) in own.items() if key in last},
         "tokens per second, last": show("tokens_per_s", ",.0f"),
         "tokens per second, overall": show("tokens_per_s_overall", ",.0f"),
         "share of the time spent waiting for data": show("data_wait", ".1%"),

@@ -12,7 +12,7 @@ import pytest
 from gla.errors import ConfigError, DataError
 from gla.train.config import RunConfig
 from gla.train.loop import train
-from gla.train.report import curve, figures, read_metrics, write_report
+from gla.train.report import curve, draw, figures, present, read_metrics, write_report
 
 pytest.importorskip("matplotlib")
 Recipe = Callable[..., RunConfig]
@@ -41,6 +41,35 @@ def test_figures_that_are_missing_are_not_available() -> None:
     assert shown["training loss"] == "n/a" and shown["model FLOPs utilization"] == "n/a"
     assert shown["training tokens"] == "1,000"
     assert curve([{"step": 1, "x": None}, {"step": 2}, {"step": 3, "x": 2}], "x")[0] == [1, 3]
+
+
+def test_an_encoder_shows_what_it_is_measured_by() -> None:
+    rows = [
+        {"step": 1, "loss": 1.5},
+        {"step": 1, "val_loss": 1.25, "val_accuracy": 0.75, "val_macro_f1": 0.5},
+    ]
+    shown = figures(rows)
+    assert shown["validation accuracy"] == "75.00%" and shown["validation macro-F1"] == "0.5000"
+    assert "validation bits per byte" not in shown
+    curves = {label: key for panel in present(rows) for label, key in panel.curves.items()}
+    assert curves == {
+        "training": "loss",
+        "validation": "val_loss",
+        "accuracy": "val_accuracy",
+        "macro-F1": "val_macro_f1",
+    }
+    masked = figures([{"step": 1, "val_loss": 1.25, "val_accuracy": 0.75}])
+    assert "validation accuracy" in masked and "validation macro-F1" not in masked
+    text = [{"step": 1, "bpb": 1.0}, {"step": 1, "val_loss": 1.0, "val_bpb": 1.0, "decay/b.0.m": 1}]
+    assert [panel.curves for panel in present(text)] == [
+        {"validation": "val_loss"},
+        {"training": "bpb", "validation": "val_bpb"},
+        {"0": "decay/b.0.m"},
+    ]
+    assert "validation bits per byte" in figures(text) and "validation accuracy" not in figures(
+        text
+    )
+    assert draw([{"step": 1}]).startswith(b"\x89PNG")  # nothing measured yet
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path, recipe: Recipe) -> None:
