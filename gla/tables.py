@@ -10,6 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from gla.errors import ConfigError
 
+# What pydantic says in words of Python or of its own, by the kind of the fault.
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "tuple_type": "a valid list",
+    "too_short": "at least {min_length} in the list",
+    "too_long": "at most {max_length} in the list",
+}
+
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
@@ -72,4 +82,6 @@ def _describe(fault: Any, known: Callable[[tuple[int | str, ...]], Iterable[str]
         # Raised by a part that described its own faults: lines that begin with a field.
         return "\n".join(f"{field}.{line}" if field else line for line in str(reason).splitlines())
     wanted = fault["msg"].removeprefix("Input should be ")
+    if kind := _WANTED.get(fault["type"]):
+        wanted = kind.format(**fault.get("ctx", {}))
     return f"{field or 'recipe'}: got {fault['input']!r}, expected {wanted}; fix {field}"

@@ -194,7 +194,7 @@ def mixer_config(table: Mapping[str, Any]) -> BaseModel:
         ConfigError: one line for each fault, an unknown key with the nearest valid one.
     """
     kind = table.get("kind")
-    if kind not in _MIXERS:
+    if not isinstance(kind, str) or kind not in _MIXERS:
         got = "nothing" if kind is None else repr(kind)
         raise ConfigError(f"kind: got {got}, expected {nearest(str(kind), _MIXERS)}")
     Config = _MIXERS[kind][0]
@@ -206,7 +206,8 @@ def mixer_config(table: Mapping[str, Any]) -> BaseModel:
 
 def mixer_fields(kind: Any) -> list[str]:
     """The keys that a table of this kind may have; none for an unknown kind."""
-    return list(_MIXERS[kind][0].model_fields) if kind in _MIXERS else []
+    known = isinstance(kind, str) and kind in _MIXERS
+    return list(_MIXERS[kind][0].model_fields) if known else []
 
 
 def build_mixer(d_model: int, config: Any) -> Mixer:

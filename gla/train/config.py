@@ -6,7 +6,6 @@ listed at once, each on one line that names the field, what it got and what was 
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     SerializeAsAny,
     ValidationError,
@@ -28,32 +25,14 @@ from pydantic import (
 from gla.errors import ConfigError
 from gla.tables import describe_faults, read_toml
 from gla.train.objective_config import ObjectiveConfig, RecipeModel, encoder_recipe
+from gla.train.section import Beta, Betas, Count, Pattern, Ratio, Section
 
 __all__ = ["RunConfig", "apply_overrides", "build", "load_recipe", "read_toml"]
 
-Count = Annotated[int, Field(ge=1)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
 _VOCAB_SIZE = 4096
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _regular_expression(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as reason:
-        raise ValueError(
-            f"got {pattern!r}, expected a regular expression ({reason}); fix the pattern"
-        ) from None
-    return pattern
-
-
-class _Section(BaseModel):
-    """What every section shares: exact types, finite numbers, no unknown key."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class DataConfig(_Section):
+class DataConfig(Section):
     """Where the tokens are, and what they are made of where they are not there yet.
 
     Attributes:
@@ -68,8 +47,8 @@ class DataConfig(_Section):
     """
 
     path: str
-    sources: list[str] = []
-    weights: list[Annotated[float, Field(gt=0)]] = []
+    sources: list[str] = Field(default=[])
+    weights: list[Annotated[float, Field(gt=0)]] = Field(default=[])
     text_field: str = "text"
     vocab_size: Annotated[int, Field(ge=260)] | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -89,7 +68,7 @@ class DataConfig(_Section):
         return self
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """How much, in what pieces, how precisely.
 
     Attributes:
@@ -147,7 +126,7 @@ class TrainConfig(_Section):
         return self.micro_batch_size or self.global_batch_size
 
 
-class GroupConfig(_Section):
+class GroupConfig(Section):
     """Parameters that are treated differently.
 
     Attributes:
@@ -159,13 +138,13 @@ class GroupConfig(_Section):
         warmup_steps: Replaces ``schedule.warmup_steps``; one longer than the run is cut.
     """
 
-    pattern: Annotated[str, AfterValidator(_regular_expression)]
+    pattern: Pattern
     lr_factor: Annotated[float, Field(ge=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
 
 
-class OptimConfig(_Section):
+class OptimConfig(Section):
     """How weights are updated. Norms, biases and gates are not decayed: ``gla.train.optim``.
 
     Attributes:
@@ -181,12 +160,12 @@ class OptimConfig(_Section):
     kind: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    groups: list[GroupConfig] = []
+    groups: list[GroupConfig] = Field(default=[])
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(Section):
     """Learning rate over the steps, see ``gla.train.schedule``.
 
     Attributes:
@@ -202,7 +181,7 @@ class ScheduleConfig(_Section):
     decay_fraction: Ratio = 0.2
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """Every ``interval`` steps and at the end; the newest ``keep`` stay.
 
     Attributes:
@@ -217,7 +196,7 @@ class CheckpointConfig(_Section):
     keep_best: bool = False
 
 
-class EvalConfig(_Section):
+class EvalConfig(Section):
     """Every ``interval`` steps and at the end.
 
     Attributes:
@@ -231,13 +210,13 @@ class EvalConfig(_Section):
     seq_len: Count | None = None
 
 
-class MetricsConfig(_Section):
+class MetricsConfig(Section):
     """A line of metrics.jsonl, TensorBoard and the log every ``interval`` steps."""
 
     interval: Count = 10
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything that a run is made from. Written, merged, as ``config.toml`` into the run."""
 
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from gla.errors import ConfigError
 from gla.models.config import ModelConfig
 from gla.models.encoder import EncoderConfig
-
-Count = Annotated[int, Field(ge=1)]
+from gla.train.section import Count, Section
 
 _ONLY = {"mask_fraction": "masked", "min_documents": "classify", "exclude": "classify"}
 
 
-class ObjectiveConfig(BaseModel):
+class ObjectiveConfig(Section):
     """What is learned.
 
     Attributes:
@@ -30,12 +29,10 @@ class ObjectiveConfig(BaseModel):
         pretrained: A run whose weights an encoder starts from, all but the head for classes.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
     kind: Literal["next_token", "masked", "classify"] = "next_token"
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     min_documents: Count = 10
-    exclude: list[str] = []
+    exclude: list[str] = Field(default=[])
     pretrained: str | None = None
 
     @model_validator(mode="after")

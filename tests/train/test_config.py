@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gla.errors import ConfigError
-from gla.train.config import RunConfig, apply_overrides, build, load_recipe
+from gla.layers.mixer import mixer_fields
+from gla.models.config import presets
+from gla.train.config import (
+    GroupConfig,
+    RecipeModel,
+    RunConfig,
+    _all_keys,
+    apply_overrides,
+    build,
+    load_recipe,
+)
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -128,7 +139,13 @@ def test_an_override_reaches_a_mixer_table(tmp_path: Path) -> None:
         ({"optim__lr": float("inf")}, ["optim.lr", "inf", "finite"]),
         ({"optim__lr": 0.0}, ["optim.lr", "0.0"]),
         ({"optim__kind": "sgd"}, ["optim.kind", "'sgd'", "'adamw'"]),
-        ({"optim__betas": [0.9]}, ["optim.betas"]),
+        ({"optim__betas": [0.9]}, ["optim.betas: got [0.9], expected two numbers"]),
+        ({"optim__betas": []}, ["optim.betas: got [], expected two numbers"]),
+        ({"optim__betas": 0.9}, ["optim.betas: got 0.9, expected two numbers"]),
+        ({"optim__betas": [0.9, 0.9, 0.9]}, ["optim.betas", "expected two numbers"]),
+        ({"model__layers": []}, ["model.layers: got [], expected at least 1 in the list"]),
+        ({"train__compile": "yes"}, ["train.compile: got 'yes', expected true or false"]),
+        ({"optim__groups": [3]}, ["optim.groups.0: got 3, expected a table"]),
         ({"optim__betas": [0.9, 1.0]}, ["optim.betas.1", "less than 1"]),
         ({"train__steps": 0}, ["train.steps", "0", "greater than or equal to 1"]),
         ({"train__steps": True}, ["train.steps", "True", "integer"]),
@@ -153,6 +170,43 @@ def test_a_fault_names_the_field_what_it_got_and_what_is_expected(
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+WRONG = [None, True, -1, 0, 1.5, 2**70, float("nan"), "", "x", [], [0.9], [1, 2, 3], {"a": 1}]
+
+
+def test_no_fault_of_any_field_is_told_in_the_words_of_a_library() -> None:
+    keys = [key for key in _all_keys() if not key.startswith("model.")]
+    keys += [f"model.{name}" for name in RecipeModel.model_fields]
+    tried: list[dict[str, Any]] = []
+    for key in [*RunConfig.model_fields, *keys]:
+        section, _, name = key.partition(".")
+        for value in WRONG:
+            changed = tables()
+            if name:
+                changed.setdefault(section, {})[name] = value
+            else:
+                changed[section] = value
+            tried.append(changed)
+    for name in GroupConfig.model_fields:
+        tried += [tables(optim__groups=[{"pattern": "a", name: value}]) for value in WRONG]
+    for preset in presets().values():
+        for name in mixer_fields(preset["kind"]):
+            for value in WRONG:
+                changed = tables()
+                changed["model"]["mixers"] = {"x": {**preset, name: value}}
+                tried.append(changed)
+    faulty = set()
+    for changed in tried:
+        try:
+            build(changed)
+        except ConfigError as reason:
+            faulty |= set(str(reason).splitlines())
+    assert len(faulty) > 300
+    form = re.compile(r"[\w.\[\]]+: got .+, expected .+; fix .+")
+    words = ("Input", "should", "validation", "dictionary", "instance", "uple", "boolean", "Value")
+    assert not [line for line in faulty if not form.fullmatch(line)]
+    assert not [line for line in faulty if any(word in line for word in words)]
 
 
 def test_all_faults_are_listed_at_once() -> None:
