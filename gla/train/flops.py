@@ -8,6 +8,7 @@ checkpointing computes again is not counted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -24,21 +25,35 @@ from gla.state import LinearState
 
 BACKWARD = 2  # times the forward pass
 
-# Dense bf16 or fp16 operations a second, from the makers' data sheets.
+# Dense bf16 operations a second with sums in fp32 (fp16 for the two that have no bf16), from the
+# makers' data sheets, by what is left of a device's name without ``_BESIDE``.
 _PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
+    "b200": 2250e12,
+    "h200": 989e12,
+    "h200 nvl": 836e12,
+    "h100": 989e12,
+    "h100 nvl": 835e12,
+    "h100 pcie": 756e12,
+    "a100": 312e12,
+    "a100 pcie": 312e12,
+    "l40s": 362e12,
+    "l40": 181e12,
+    "l4": 121e12,
+    "a40": 150e12,
+    "a10": 125e12,
+    "a10g": 70e12,
+    "rtx a6000": 155e12,
+    "rtx 5090": 209e12,
+    "rtx 4090": 165e12,
+    "rtx 3090": 71e12,
+    "v100": 125e12,
+    "v100 pcie": 112e12,
+    "t4": 65e12,
+    "mi300x": 1307e12,
+    "mi250x": 191e12,  # torch sees each of its two dies as a device
 }
+# Makers, families, sockets and memories. Any other word ("Ti", "Laptop", "MIG") is another device.
+_BESIDE = re.compile(r"nvidia|tesla|geforce|amd|instinct|radeon|sxm\d?|oam|hbm\d\w?|\d+gb")
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> dict[str, float]:
@@ -151,5 +166,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return what a GPU can do a second at half precision, or None where that is not known."""
     if device.type != "cuda" or precision == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Return the peak of a device by the name that its driver gives, compared in whole words."""
+    words = re.split(r"[\s-]+", name.lower())
+    return _PEAKS.get(" ".join(word for word in words if not _BESIDE.fullmatch(word)))

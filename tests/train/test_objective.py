@@ -15,7 +15,7 @@ from gla.layers.mixer import build_mixer, mixer_config
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
 from gla.train.distributed import Ranks
-from gla.train.flops import flops_per_token
+from gla.train.flops import flops_per_token, peak_of
 from gla.train.inputs import open_inputs, with_vocab_size
 from gla.train.objective import LanguageModeling, check_state_is_bounded
 
@@ -231,6 +231,43 @@ def test_every_preset_is_counted(preset: str) -> None:
     assert short > 0
     full = preset == "softmax"
     assert (long > 10 * short) == full  # all others read a bounded number of tokens, or a state
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA RTX A6000", 155),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 5090", 209),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla T4", 65),
+        ("AMD Instinct MI250X", 191),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA A1000", None),
+        ("NVIDIA T400", None),
+        ("Quadro RTX 6000", None),
+        ("", None),
+    ],
+)
+def test_a_peak_is_found_by_whole_words(name: str, tflops: float | None) -> None:
+    assert peak_of(name) == (None if tflops is None else tflops * 1e12)
 
 
 def test_the_device_has_no_peak_on_a_cpu(recipe: Recipe) -> None:
