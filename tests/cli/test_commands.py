@@ -160,6 +160,16 @@ def test_eval_prints_the_same_figures_in_both_ways(
     assert f"{figures['loss']:.4f}" in text and f"{figures['bytes']:,}" in text
 
 
+def test_eval_prints_references_if_asked(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "references" not in figures_of(capsys, "eval", run)
+    rows = figures_of(capsys, "eval", run, "--references")["references"]
+    assert list(rows) == ["unigram", "bigram", "xz -9e", "xz -9e after train"]
+    assert rows["xz -9e after train"]["bpb"] < rows["xz -9e"]["bpb"]
+    text = output_of(capsys, "eval", run, "--references")
+    for name, row in rows.items():
+        assert f"{name:<19} {row['bpb']:.4f} bits/byte" in text
+
+
 def test_eval_refuses_tokens_of_another_tokenizer(
     place: Path, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -196,7 +196,26 @@ def test_references_of_prepared_data(data):
         assert rows[name]["ppl"] == pytest.approx(math.exp(rows[name]["loss"]))
     assert rows["xz -9e"]["bpb"] == 8 * refs.xz_size([b"".join(raw)]) / val.num_bytes
     assert rows["bigram"]["bpb"] < rows["unigram"]["bpb"]
+    tokenizer = Tokenizer.load(data / "tokenizer")
+    before = [tokenizer.decode_bytes(doc) for doc in train_docs]
+    added = refs.xz_size(before + raw) - refs.xz_size(before)
+    assert rows["xz -9e after train"]["bpb"] == 8 * added / val.num_bytes
     assert rows["xz -9e after train"]["bpb"] < rows["xz -9e"]["bpb"]
+
+
+def test_xz_is_given_no_more_text_than_it_looks_back(data, monkeypatch):
+    train = TokenDataset.open(data / "train")
+    sizes = train.document_bytes.tolist()
+    for size in (0, sizes[-1] - 1, sizes[-1], sizes[-1] + sizes[-2], sum(sizes) - 1, sum(sizes)):
+        first = refs.first_of_last(train, size)
+        assert sum(sizes[first:]) <= size
+        assert first == 0 or sum(sizes[first - 1 :]) > size
+    seen = []
+    monkeypatch.setattr(refs, "XZ_BYTES", sum(sizes[-3:]))
+    monkeypatch.setattr(refs, "xz_size", lambda text: seen.append(sum(map(len, text))) or 1)
+    refs.references(data, xz_after_train=True)
+    val = TokenDataset.open(data / "val").num_bytes
+    assert sorted(seen) == sorted([val, sum(sizes[-3:]), sum(sizes[-3:]) + val])
 
 
 def test_missing_data_is_a_data_error(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gla.cli.eval import describe, measure
+from gla.cli.eval import describe, evaluate, measure
 from gla.data.chunks import ChunkLoader
 from gla.data.loader import IGNORE
 from gla.data.prepare import prepare
@@ -119,6 +119,8 @@ def test_classes_are_learned_found_and_written_into_the_recipe(encoder_recipe, t
 
 def test_masked_tokens_are_learned(encoder_recipe, tmp_path):
     result = train(encoder_recipe("masked", train__steps=60), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"--references: got .*run, an encoder"):
+        evaluate(tmp_path / "run", references=True)
     first = next(x for x in lines(tmp_path / "run"))
     assert abs(first["loss"] - 5.70) < 0.17  # ln 300
     figures = measure(tmp_path / "run")
