@@ -130,7 +130,7 @@ def measure(
     from gla.train.config import load_recipe
     from gla.train.device import resolve_device, resolve_precision
     from gla.train.evaluate import evaluate
-    from gla.train.writer import BEST
+    from gla.train.kept import BEST
 
     place = resolve_device(device)
     config = load_recipe(run / "config.toml")

@@ -17,6 +17,9 @@ class Options:
 
     run: Run
     """Folder of the run."""
+    step: int | None = None
+    """Go back to the checkpoint of this step, for example after a spike of the loss: newer ones are
+    put aside, and metrics, curves and samples of later steps are dropped."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
     allow_tokenizer_change: bool = False
@@ -43,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
         allow=Allow(
             options.allow_tokenizer_change, options.allow_data_change, options.allow_nonfinite
         ),
+        step=options.step,
     )
     if is_main():
         print(f"trained to step {result.step}; next: gla eval {options.run}")

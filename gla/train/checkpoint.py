@@ -17,7 +17,6 @@ nothing is read or drawn again to find a place.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -105,11 +104,6 @@ class Restored(NamedTuple):
     facts: TrainerFacts
     average: dict[str, Tensor]
     carried: dict[str, Tensor]
-
-
-def folder_of(run: Path, step: int) -> Path:
-    """Return where the checkpoint of a step stands."""
-    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def snapshot(
@@ -219,33 +213,6 @@ def read_facts(folder: Path) -> TrainerFacts:
             f"{file}: got {reason!r}, expected the facts of a checkpoint; fix by restoring it "
             "from a copy"
         ) from reason
-
-
-def put_aside_newer(parent: Path, folder: Path) -> None:
-    """Rename the (damaged) checkpoints newer than ``folder``, so that pruning cannot count them."""
-    for other in parent.glob("step-*"):
-        if (len(other.name), other.name) > (len(folder.name), folder.name):
-            aside = parent / f"damaged-{other.name}"
-            storage.remove(aside)
-            other.rename(aside)
-
-
-def prune(parent: Path, keep: int, best: Path | None = None) -> None:
-    """Remove all but the newest ``keep`` checkpoints. A kill midway leaves the newest whole.
-
-    Args:
-        parent: The folder of the checkpoints.
-        keep: How many stay.
-        best: One that stays too.
-    """
-    folders = sorted(parent.glob("step-*"), key=lambda p: (len(p.name), p.name))
-    for folder in folders[:-keep]:
-        if folder == best:
-            continue
-        doomed = parent / f"{storage.TEMPORARY}{folder.name}-pruned"
-        storage.remove(doomed)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
 
 
 def check_tensors(file: Path, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -103,8 +103,13 @@ def resume(
     device: str = "auto",
     sampler: Sampler | None = None,
     allow: Allow | None = None,
+    step: int | None = None,
 ) -> Result:
     """Go on with a run from its newest checkpoint that verifies, or from step 0 if it has none.
+
+    Or go back to an older one, and on from there, for example with another learning rate after a
+    spike of the loss: newer checkpoints are put aside, and metrics, curves and samples of later
+    steps are dropped.
 
     Args:
         run: The run's folder.
@@ -112,11 +117,13 @@ def resume(
         device: As in ``train``.
         sampler: As in ``train``.
         allow: What may have changed, or be wrong with the checkpoint, all the same.
+        step: Of the checkpoint to go back to; None: the newest.
 
     Raises:
         ConfigError: No run there, or an override is wrong.
-        CheckpointError: Checkpoints are there but none verifies (each reason is given), or the
-            newest belongs to another architecture, other data or another tokenizer.
+        CheckpointError: Checkpoints are there but none verifies (each reason is given), there is
+            none of ``step`` (it names those that are), or it belongs to another architecture, other
+            data or another tokenizer.
         NumericsError: The checkpoint holds weights that are not finite.
     """
     run, place, allow = Path(run), resolve_device(local_device(device)), allow or Allow()
@@ -130,7 +137,7 @@ def resume(
             if not any((run / "checkpoints").glob("step-*")):  # it begins again, as ``train`` did
                 start_from_pretrained(objective.model, config)
             trainer = Trainer(config, objective, place, precision, ranks)
-            trainer.restore(run, allow.changes, allow.nonfinite)
+            trainer.restore(run, allow.changes, allow.nonfinite, step)
             if ranks.rank == 0:
                 storage.write_bytes_atomic(run / run_folder.CONFIG, config.to_toml().encode())
             return Result(run, *trainer.fit(run))

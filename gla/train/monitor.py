@@ -1,7 +1,8 @@
 """What a run tells: log.txt, metrics.jsonl, TensorBoard, and a progress bar or plain lines.
 
 Each step stands once in every one of them, however often a run was killed: on resume metrics.jsonl
-is cut to the checkpoint's step and TensorBoard is told to forget what came later.
+is cut to the checkpoint's step, later samples are removed, and TensorBoard is told to forget what
+came later. (Only log.txt tells all that happened.)
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ class Monitor:
         self._log = open(run / "log.txt", "a", encoding="utf-8", buffering=1)
         self._metrics_path = run / "metrics.jsonl"
         cut_metrics(self._metrics_path, start)
+        for sample in run.glob("samples/step-*.txt"):
+            if sample.stem > _sample_name(start):
+                sample.unlink()
         self._metrics = open(self._metrics_path, "a", encoding="utf-8", buffering=1)
         self._console = Console(stderr=True)
         self._board: Any = None
@@ -123,7 +127,7 @@ class Monitor:
         """Write generated text to samples/ and TensorBoard."""
         folder = self.run / "samples"
         folder.mkdir(exist_ok=True)
-        storage.write_bytes_atomic(folder / f"step-{step:08d}.txt", text.encode())
+        storage.write_bytes_atomic(folder / f"{_sample_name(step)}.txt", text.encode())
         self._on_board(lambda: self._board.add_text("sample", _verbatim(text), step))
 
     def sync(self) -> None:
@@ -203,6 +207,10 @@ def cut_metrics(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
     storage.write_bytes_atomic(path, b"".join(kept))
+
+
+def _sample_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 _PLAIN = (bool, int, float, str)

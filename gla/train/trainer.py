@@ -15,7 +15,7 @@ from torch import Tensor
 from gla import storage
 from gla.errors import CheckpointError, ConfigError, NumericsError
 from gla.layers.feature_maps import redraw_features
-from gla.train import checkpoint
+from gla.train import checkpoint, kept
 from gla.train.config import RunConfig
 from gla.train.device import peak_memory, prepare_blocks
 from gla.train.distributed import Ranks
@@ -88,22 +88,30 @@ class Trainer:
         self.notes: list[str] = []  # said before the log is open
 
     def restore(
-        self, run: Path, changes: frozenset[str] = frozenset(), allow_nonfinite: bool = False
+        self,
+        run: Path,
+        changes: frozenset[str] = frozenset(),
+        allow_nonfinite: bool = False,
+        step: int | None = None,
     ) -> None:
-        """Continue from the newest checkpoint of a run that verifies.
+        """Continue from a checkpoint of a run; newer ones are put aside.
 
         Args:
             run: The run's folder.
             changes: See ``checkpoint.check_same``.
             allow_nonfinite: Whether weights may be NaN or infinite.
+            step: Which one; None: the newest that verifies.
 
         Raises:
-            CheckpointError: None verifies, or it does not fit.
+            CheckpointError: None verifies, or that one does not, or it does not fit.
             NumericsError: Its weights are not finite.
             ConfigError: It is of a later step than the last one of the recipe.
         """
         parent = run / "checkpoints"
-        folder, skipped = storage.newest_verified(parent)
+        if step is None:
+            folder, skipped = storage.newest_verified(parent)
+        else:
+            folder, skipped = kept.verified(run, step), []
         self.notes += [f"skipped a damaged checkpoint: {reason}" for reason in skipped]
         if folder is None:
             if skipped:
@@ -126,8 +134,15 @@ class Trainer:
         self.window, self.clock = dict(facts.window), dict(facts.clock)
         self.validation, self.best = dict(facts.validation), facts.best
         self.updater.restore(facts.updater, restored.average)
+        if self.best and not kept.folder_of(run, self.best[0]).is_dir():
+            self.best = None  # a better one took its place later, and that is put aside now
         if self.ranks.rank == 0:
-            checkpoint.put_aside_newer(parent, folder)
+            prefix = "damaged-" if step is None else "aside-"
+            names = kept.put_aside_newer(parent, folder, prefix)
+            if step is not None:
+                if names:
+                    self.notes.append(f"put aside in {parent}: {', '.join(names)}")
+                kept.point_to_best(run, self.best and self.best[0])
         self.notes.append(f"resumed from {folder}")
 
     def fit(self, run: Path) -> tuple[int, dict[str, float | int]]:
@@ -376,4 +391,4 @@ class Trainer:
         )
         keep_best = self.config.checkpoint.keep_best and self.best is not None
         best = self.best[0] if keep_best and self.best else None
-        writer.save(checkpoint.folder_of(run, self.step), copy, best)
+        writer.save(kept.folder_of(run, self.step), copy, best)

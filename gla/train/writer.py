@@ -6,14 +6,10 @@ by the next call.
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
-from gla import storage
-from gla.train import checkpoint
-
-BEST = "best"
+from gla.train import checkpoint, kept
 
 
 class CheckpointWriter:
@@ -58,10 +54,11 @@ class CheckpointWriter:
     def _write(self, folder: Path, snapshot: checkpoint.Snapshot, best: int | None) -> None:
         try:
             checkpoint.write(folder, snapshot)
-            kept = None if best is None else checkpoint.folder_of(self._parent.parent, best)
-            if kept is not None and kept.is_dir():
-                point_to(self._parent / BEST, kept)
-            checkpoint.prune(self._parent, self._keep, kept)
+            run = self._parent.parent
+            place = None if best is None else kept.folder_of(run, best)
+            if best is not None and place is not None and place.is_dir():
+                kept.point_to_best(run, best)
+            kept.prune(self._parent, self._keep, place)
         except BaseException as reason:  # raised again in the training thread
             self._error = reason
 
@@ -81,11 +78,3 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
         self.check()
-
-
-def point_to(link: Path, folder: Path) -> None:
-    """Make ``link`` lead to a folder beside it, in one step."""
-    temporary = link.parent / f"{storage.TEMPORARY}{link.name}-{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.name)
-    os.replace(temporary, link)

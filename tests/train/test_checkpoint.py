@@ -12,7 +12,7 @@ from torch import nn
 
 from gla import storage
 from gla.errors import CheckpointError
-from gla.train import checkpoint
+from gla.train import checkpoint, kept
 
 
 class Tied(nn.Module):
@@ -141,11 +141,11 @@ def test_a_newer_format_names_both_versions(tmp_path: Path) -> None:
 
 def test_pruning_keeps_the_newest_by_number(tmp_path: Path) -> None:
     for number in (2, 10, 99_999_999, 100_000_000):
-        save(checkpoint.folder_of(tmp_path, number), *trained())
-    checkpoint.prune(tmp_path / "checkpoints", keep=2)
+        save(kept.folder_of(tmp_path, number), *trained())
+    kept.prune(tmp_path / "checkpoints", keep=2)
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-100000000", "step-99999999"]
-    checkpoint.prune(tmp_path / "checkpoints", keep=2)
+    kept.prune(tmp_path / "checkpoints", keep=2)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
