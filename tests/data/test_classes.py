@@ -183,13 +183,20 @@ def test_masks_have_their_shares_and_spare_control_tokens(train, tokenizer, mask
     assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
 
 
-def test_what_is_asked_depends_on_the_position_alone(masked):
+def test_what_is_asked_depends_on_the_position_alone(train, masked):
     whole = masked.batch(3, 4)
     parts = [masked.batch(3 + i, 1) for i in range(4)]
     assert torch.equal(whole.tokens, torch.cat([p.tokens for p in parts], 1))
     assert torch.equal(whole.targets, torch.cat([p.targets for p in parts], 1))
-    again = masked.batch(3 + masked.num_samples, 1)
-    assert not torch.equal(parts[0].targets, again.targets) or len(again.targets[0]) < 4
+    # The same row in the next epoch, at another position: other tokens are asked for.
+    plain, n = Loader(train, 64, seed=5), masked.num_samples
+    place = {tuple(plain.batch(n + i, 1).tokens[0].tolist()): n + i for i in range(n)}
+    others = [place[tuple(plain.batch(3 + i, 1).tokens[0].tolist())] for i in range(4)]
+    assert others != [n + 3, n + 4, n + 5, n + 6]
+    for part, other in zip(parts, others, strict=True):
+        again = masked.batch(other, 1).targets
+        assert again.shape == part.targets.shape and len(again[0]) > 20
+        assert not torch.equal(again != IGNORE, part.targets != IGNORE)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
