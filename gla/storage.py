@@ -229,7 +229,7 @@ def remove(path: Path) -> None:
 def remove_leftovers(parent: str | Path) -> None:
     """Remove what killed writers left in ``parent``. Only where no writer can be at work."""
     for path in Path(parent).glob(f"{TEMPORARY}*"):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             remove(path)
         else:
             path.unlink()

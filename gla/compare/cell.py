@@ -135,6 +135,7 @@ def _train(
         storage.write_bytes_atomic(folder / run_folder.CONFIG, config.to_toml().encode())
     status = "done"
     try:
+        trainer.rehearse()
         trainer.fit(folder)
     except Solved:
         status = "solved"

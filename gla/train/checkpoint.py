@@ -40,6 +40,7 @@ _LISTED = 10  # faults of a kind that a message names
 # What a run keeps for good: moments belong to an optimizer, and a place in the data to how its
 # samples are cut, ordered and counted.
 _FIXED = (
+    ("objective", "kind"),
     ("optim", "kind"),
     ("train", "seq_len"),
     ("train", "global_batch_size"),
@@ -266,7 +267,7 @@ def check_same(
     if saved.model != config.model:
         before, after = saved.model.model_dump(), config.model.model_dump()
         changed = [
-            f"model.{key}: got {after[key]!r}, expected {before[key]!r}"
+            f"model.{key}: got {after.get(key)!r}, expected {before[key]!r}"
             for key in before
             if before[key] != after.get(key)
         ]
@@ -312,9 +313,14 @@ def _restore_optimizer(
     for full_name, value in moments.items():
         name, _, key = full_name.rpartition(".")
         wanted = parameters.get(name)
-        shape = () if key == "step" else getattr(wanted, "shape", ())
-        if wanted is None or value.shape != shape or not value.is_floating_point():
-            raise CheckpointError(f"{file}: {full_name} does not fit the model")
+        if wanted is None:
+            raise CheckpointError(f"{file}: {full_name} is not of the model; fix by restoring it")
+        shape, dtype = ((), torch.float32) if key == "step" else (tuple(wanted.shape), wanted.dtype)
+        if (tuple(value.shape), value.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"{file}: got {list(value.shape)} {value.dtype} for {full_name}, expected "
+                f"{list(shape)} {dtype}; fix by restoring the checkpoint from a copy"
+            )
         states.setdefault(name, {})[key] = value.to(wanted.device)
     for name, state in states.items():
         if set(state) not in _MOMENTS:

@@ -90,6 +90,7 @@ def train(
                 run_folder.refuse_existing(run)  # again: another process may have begun meanwhile
             start_from_pretrained(objective.model, config)
             trainer = Trainer(config, objective, place, precision, ranks)
+            trainer.rehearse()
             if ranks.rank == 0:
                 tokenizer = Path(config.data.path) / "tokenizer"
                 run_folder.create(run, config.to_toml(), tokenizer, facts)
@@ -138,6 +139,7 @@ def resume(
                 start_from_pretrained(objective.model, config)
             trainer = Trainer(config, objective, place, precision, ranks)
             trainer.restore(run, allow.changes, allow.nonfinite, step)
+            trainer.rehearse()  # overrides that do not fit into memory are not kept
             if ranks.rank == 0:
                 storage.write_bytes_atomic(run / run_folder.CONFIG, config.to_toml().encode())
             return Result(run, *trainer.fit(run))

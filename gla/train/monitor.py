@@ -7,6 +7,7 @@ came later. (Only log.txt tells all that happened.)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from gla import storage
+from gla.errors import CheckpointError
 
 # Names in TensorBoard of what metrics.jsonl calls by short names.
 _TAGS = {
@@ -47,6 +49,9 @@ _SHOWN = (
 
 class Monitor:
     """Writes what is measured. Use as a context manager.
+
+    A disk that refuses a line, a sample or a sync is a CheckpointError: a run without them could
+    not be resumed to the same. TensorBoard it can do without.
 
     Args:
         run: The run's folder.
@@ -85,12 +90,14 @@ class Monitor:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
         self._on_board(lambda: self._board.close())
-        self._metrics.close()
-        self._log.close()
+        for file in (self._metrics, self._log):
+            with contextlib.suppress(OSError):  # said when the line was written
+                file.close()
 
     def note(self, text: str) -> None:
         """Write a line to the log and to the terminal."""
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        with storage.refused_writes(self.run / "log.txt", CheckpointError):
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if self._console.is_terminal:
             self._console.print(text, markup=False, highlight=False)
         else:
@@ -110,7 +117,8 @@ class Monitor:
         line |= {name: None if name in bad else value for name, value in metrics.items()}
         if bad:
             line["nonfinite"] = bad
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        with storage.refused_writes(self._metrics_path, CheckpointError):
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._on_board(lambda: self._add_scalars(step, metrics))
         shown = "  ".join(f"{n} {_short(n, metrics[n])}" for n in _SHOWN if n in metrics)
         if "loss" in metrics:
@@ -126,13 +134,15 @@ class Monitor:
     def sample(self, step: int, text: str) -> None:
         """Write generated text to samples/ and TensorBoard."""
         folder = self.run / "samples"
-        folder.mkdir(exist_ok=True)
-        storage.write_bytes_atomic(folder / f"{_sample_name(step)}.txt", text.encode())
+        with storage.refused_writes(folder, CheckpointError):
+            folder.mkdir(exist_ok=True)
+            storage.write_bytes_atomic(folder / f"{_sample_name(step)}.txt", text.encode())
         self._on_board(lambda: self._board.add_text("sample", _verbatim(text), step))
 
     def sync(self) -> None:
         """Bring metrics.jsonl to the disk, before a checkpoint says that these steps are done."""
-        os.fsync(self._metrics.fileno())
+        with storage.refused_writes(self._metrics_path, CheckpointError):
+            os.fsync(self._metrics.fileno())
         self._on_board(lambda: self._board.flush())
 
     def _open_board(self, start: int) -> None:

@@ -91,8 +91,8 @@ def locked(run: Path) -> Iterator[None]:
 
 def dump_batches(
     run: Path, step: int, rank: int, batches: Sequence[Any], facts: Mapping[str, Any]
-) -> Path:
-    """Write the batches of an update into ``nonfinite/``, to be looked at; return the file.
+) -> str:
+    """Write the batches of an update into ``nonfinite/``, to be looked at.
 
     Args:
         run: The run's folder.
@@ -100,6 +100,9 @@ def dump_batches(
         rank: Of the process whose batches they are.
         batches: NamedTuples of tensors.
         facts: Metadata of the file, as text.
+
+    Returns:
+        Where they are, in words: a disk that refuses them is not what matters then.
     """
     tensors = {
         f"{i}.{field}": tensor.contiguous()
@@ -107,10 +110,13 @@ def dump_batches(
         for field, tensor in zip(batch._fields, batch, strict=True)
     }
     file = run / "nonfinite" / f"step-{step:08d}-rank-{rank}.safetensors"
-    file.parent.mkdir(exist_ok=True)
     data = to_bytes(tensors, {name: str(value) for name, value in facts.items()})
-    storage.write_bytes_atomic(file, data)
-    return file
+    try:
+        file.parent.mkdir(exist_ok=True)
+        storage.write_bytes_atomic(file, data)
+    except OSError as reason:
+        return f"not written: {reason.strerror}"
+    return f"written to {file}"
 
 
 def environment() -> dict[str, Any]:

@@ -29,14 +29,8 @@ from gla.train.signals import StopSignals
 from gla.train.update import Norms, Updater
 from gla.train.writer import CheckpointWriter
 
-_NOT_RECORDED = (
-    "tokens",
-    "bytes",
-    "targets",
-    "chunks",
-    "majority",
-    "ppl",
-)  # of an evaluation: always the same, or said by others
+# Of an evaluation: always the same, or said by others.
+_NOT_RECORDED = ("tokens", "bytes", "targets", "chunks", "majority", "ppl")
 MOST_SKIPS = 20  # updates left out in a row before it is an error
 _SEED_OF_STEP = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd: no collisions
 
@@ -145,6 +139,15 @@ class Trainer:
                 kept.point_to_best(run, self.best and self.best[0])
         self.notes.append(f"resumed from {folder}")
 
+    def rehearse(self) -> None:
+        """Try a batch, before anything is written.
+
+        Raises:
+            ConfigError: It does not fit into memory.
+        """
+        if self.step < self.config.train.steps:
+            rehearse(self._rehearse, self.objective.rows, self.updater.optimizer, self.device)
+
     def fit(self, run: Path) -> tuple[int, dict[str, float | int]]:
         """Train up to ``train.steps``; return the last step and the last evaluation."""
         config = self.config
@@ -167,6 +170,8 @@ class Trainer:
                 better = False
                 if done or self.step % config.eval.interval == 0:
                     better = self._evaluate(monitor)
+                if done:
+                    monitor.finish(config.model_dump(mode="json"), self.validation)
                 if done or stop or better or self.step % config.checkpoint.interval == 0:
                     self._save(run, monitor, writer)
                     saved = self.step
@@ -175,11 +180,10 @@ class Trainer:
                     monitor.note(f"stopped at step {saved}; go on with: gla resume {run}")
                     signals.leave(stop)
             writer.wait()
-            monitor.finish(config.model_dump(mode="json"), self.validation)
         return self.step, self.validation
 
     def _begin(self, monitor: Monitor | Silent) -> None:
-        """Say once what was resolved, and try a batch."""
+        """Say once what was resolved."""
         config = self.config
         for note in self.notes:
             monitor.note(note)
@@ -196,8 +200,6 @@ class Trainer:
                     f"{section}.warmup_steps: {wanted} is longer than the run of {steps} steps; "
                     f"cut to {warmup}"
                 )
-        if self.step < steps:
-            rehearse(self._rehearse, self.objective.rows, self.updater.optimizer, self.device)
 
     def _rehearse(self, rows: int) -> None:
         try:
@@ -305,13 +307,13 @@ class Trainer:
         first = self.step * train.global_batch_size
         last = first + train.global_batch_size - 1
         facts = {"step": step, "first_sample": first, "last_sample": last, "loss": str(loss)}
-        file = dump_batches(run, step, self.ranks.rank, batches, facts)
+        where = dump_batches(run, step, self.ranks.rank, batches, facts)
         if train.on_nonfinite == "skip" and not too_many:
-            monitor.note(f"left out step {step}: {what}; its batch is in {file}")
+            monitor.note(f"left out step {step}: {what}; its batch is {where}")
             return
         row = f", the {self.updater.in_a_row}th in a row," if too_many else ""
         raise NumericsError(
-            f"train: got {what}{row} (samples {first} to {last}, written to {file}), expected "
+            f"train: got {what}{row} (samples {first} to {last}, {where}), expected "
             "finite numbers; the update was not made; fix with a lower optim.lr, a longer "
             "schedule.warmup_steps, train.precision fp32 or train.on_nonfinite skip"
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from gla import storage
+from gla.errors import CheckpointError
 from gla.train import checkpoint, kept
 
 
@@ -56,9 +58,10 @@ class CheckpointWriter:
             checkpoint.write(folder, snapshot)
             run = self._parent.parent
             place = None if best is None else kept.folder_of(run, best)
-            if best is not None and place is not None and place.is_dir():
-                kept.point_to_best(run, best)
-            kept.prune(self._parent, self._keep, place)
+            with storage.refused_writes(self._parent, CheckpointError):
+                if best is not None and place is not None and place.is_dir():
+                    kept.point_to_best(run, best)
+                kept.prune(self._parent, self._keep, place)
         except BaseException as reason:  # raised again in the training thread
             self._error = reason
 

@@ -123,6 +123,21 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+def test_moments_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "step-1"
+    save(folder, *trained())
+    file = folder / "optimizer.safetensors"
+    moments = load_file(file)
+    name = "square.weight.exp_avg_sq"
+    save_file(moments | {name: moments[name].to(torch.bfloat16)}, file)
+    words = r"got \[4, 4\] torch.bfloat16 for square.weight.exp_avg_sq, expected .* torch.float32"
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(folder, *trained())
+    save_file(moments | {"square.bias.step": torch.ones(2)}, file)
+    with pytest.raises(CheckpointError, match=r"\[2\] torch.float32 for square.bias.step"):
+        checkpoint.load(folder, *trained())
+
+
 def test_at_most_ten_faults_are_listed() -> None:
     expected = {f"w{i:02}": torch.zeros(1) for i in range(40)}
     with pytest.raises(CheckpointError, match=r"w09 is missing and 30 more") as error:

@@ -117,6 +117,13 @@ def test_classes_are_learned_found_and_written_into_the_recipe(encoder_recipe, t
     assert f"accuracy    {figures['accuracy']:.2%}" in text and "macro-F1" in text
 
 
+def test_a_run_keeps_its_objective(encoder_recipe, tmp_path):
+    train(encoder_recipe(train__steps=1), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"^objective\.kind: got 'masked', .*'classify'"):
+        other = {"kind": "masked", "min_documents": "10"}  # what else a recipe of that kind needs
+        resume(tmp_path / "run", overrides=[(f"objective.{k}", v) for k, v in other.items()])
+
+
 def test_masked_tokens_are_learned(encoder_recipe, tmp_path):
     result = train(encoder_recipe("masked", train__steps=60), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"--references: got .*run, an encoder"):

@@ -149,3 +149,26 @@ def test_a_step_without_a_checkpoint_names_those_that_are_there(
     assert main(["resume", str(run), "--step", "6", "--train.steps", "7", "--device", "cpu"]) == 0
     assert lines(run)[-1]["step"] == 7
     assert torch.isfinite(next(LanguageModel.load(run).parameters())).all()
+
+
+def test_a_kill_before_the_link_to_the_best_is_in_place_leaves_a_run_that_goes_on(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    run = tmp_path / "run"
+    train(recipe(train__steps=2, checkpoint__keep_best=True), run, device="cpu")
+    (run / "checkpoints" / f"{storage.TEMPORARY}best-7").symlink_to("step-00000002")
+    assert resume(run, overrides=[("train.steps", "3")], device="cpu").step == 3
+    assert not list((run / "checkpoints").glob(f"{storage.TEMPORARY}*"))
+    assert (run / "checkpoints/step-00000002").is_dir()
+
+
+def test_the_last_figures_stand_once_however_often_a_finished_run_is_resumed(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    run = tmp_path / "run"
+    train(recipe(train__steps=3), run, device="cpu")
+    for _ in range(2):
+        assert resume(run, device="cpu").step == 3
+    board = EventAccumulator(str(run / "tb"))
+    board.Reload()
+    assert [e.step for e in board.Scalars("final/loss")] == [3]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gla.errors import CheckpointError
 from gla.train.monitor import Monitor, cut_metrics
 
 
@@ -45,6 +47,27 @@ def test_a_board_that_fails_is_said_once_and_training_goes_on(
             monitor.histograms(step, {"x": torch.zeros(3)})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_full_disk_names_the_file_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for attribute, name in (("_log", "log.txt"), ("_metrics", "metrics.jsonl")):
+        with (
+            pytest.raises(CheckpointError, match=rf"{name}: got No space left .*; fix by freeing"),
+            Monitor(tmp_path, 0, 5) as monitor,
+        ):
+            monkeypatch.setattr(monitor, attribute, SimpleNamespace(write=full, close=full))
+            monitor.record(1, {"loss": 1.0})
+    with Monitor(tmp_path, 0, 5) as monitor:
+        monkeypatch.setattr("gla.train.monitor.os.fsync", full)
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl: got No space left"):
+            monitor.sync()
+        with pytest.raises(CheckpointError, match=r"samples: got No space left"):
+            monitor.sample(1, "text")
 
 
 def test_a_kill_within_an_event_leaves_a_board_that_reads(tmp_path: Path) -> None:

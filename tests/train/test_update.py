@@ -19,7 +19,7 @@ from gla.errors import ConfigError, NumericsError
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
 from gla.train.inputs import open_inputs, with_vocab_size
-from gla.train.loop import train
+from gla.train.loop import resume, train
 from gla.train.objective import LanguageModeling
 from gla.train.trainer import MOST_SKIPS, Trainer
 from gla.train.update import FIRST_SCALE, Spikes
@@ -237,6 +237,13 @@ def test_a_batch_that_does_not_fit_names_one_that_does(
     config = recipe(train__global_batch_size=8)
     with pytest.raises(ConfigError, match=r"got 8, .*expected at most 2; fix with .*size 2,"):
         train(config, tmp_path / "run", device="cpu")
+    # What the message asks for can be done: nothing was begun, and no override is kept.
+    fitting = recipe(train__global_batch_size=8, train__micro_batch_size=2)
+    train(fitting, tmp_path / "run", device="cpu")
+    with pytest.raises(ConfigError, match=r"got 8, "):
+        more = [("train.steps", "7"), ("train.micro_batch_size", "8")]
+        resume(tmp_path / "run", overrides=more, device="cpu")
+    assert resume(tmp_path / "run", device="cpu").step == 6
     monkeypatch.setattr("gla.train.rehearsal._fits", lambda *_: False)
     with pytest.raises(ConfigError, match="not even a single row"):
         train(recipe(), tmp_path / "other", device="cpu")
