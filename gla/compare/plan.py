@@ -92,8 +92,8 @@ def plan(suite: Suite) -> Plan:
 
 def _entry(suite: Suite, task: str, variant: str, target: int) -> Entry:
     options, recipe = recipe_of(suite, task, variant)
-    swept = rates(suite, task, variant)
     try:
+        swept = rates(suite, task, variant)
         parameters = _count(options, recipe, recipe["model"])
         if suite.match == "parameters" and abs(parameters - target) > TOLERANCE * target:
             found = match_widths(recipe["model"], target, partial(_count, options, recipe))

@@ -35,14 +35,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from gla.compare.tasks import KINDS, build_task
 from gla.compare.text import TextOptions
 from gla.errors import ConfigError
 from gla.models.pattern import expand
 from gla.tables import describe_faults, nearest, read_toml
-from gla.train.config import DataConfig, RunConfig, apply_overrides, build
+from gla.train.config import (
+    DataConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+    apply_overrides,
+    build,
+)
 from gla.train.inputs import is_prepared, tokenizer_of
 
 TEXT, ENCODER = "text", "encoder"
@@ -52,8 +67,10 @@ _LINES = 50  # of metrics in a cell
 _PARTS = 5  # of a cell, at whose ends it is saved
 
 Count = Annotated[int, Field(ge=1)]
-Rates = list[Annotated[float, Field(gt=0)]]
+Rates = list[Annotated[FiniteFloat, Field(gt=0)]]
 Table = dict[str, Any]
+
+_RATES = TypeAdapter(Rates, config=ConfigDict(strict=True))
 
 
 class _Section(BaseModel):
@@ -163,7 +180,7 @@ def load_suite(
         path: The TOML file.
         size: A table below [sizes]; None or "base": the file without them.
         overrides: As for recipes. A key of a section of recipes, such as "train.steps", also
-            replaces what tasks say.
+            replaces what tasks and variants say; "optim.lr" ends their sweeps.
 
     Raises:
         ConfigError: One line for each fault.
@@ -177,13 +194,22 @@ def load_suite(
     for key, text in overrides:
         tables = apply_overrides(tables, [(key, text)])
         section, _, rest = key.partition(".")
-        for task in tables.get("tasks", {}).values():
-            if rest and section in SECTIONS and isinstance(task, dict) and section in task:
-                task[section] = apply_overrides(task, [(key, text)])[section]
+        for part in _parts(tables) if rest and section in SECTIONS else ():
+            if section in part:
+                part[section] = apply_overrides(part, [(key, text)])[section]
+            if key == "optim.lr":
+                part.pop("lr", None)
     try:
         return Suite.model_validate(tables)
     except ValidationError as faults:
         raise ConfigError(describe_faults(Suite, faults)) from None
+
+
+def _parts(tables: Table) -> list[Table]:
+    """The tables of tasks and of variants; what else stands there is refused later."""
+    named = [tables.get(name) for name in ("tasks", "variants")]
+    parts = [part for table in named if isinstance(table, dict) for part in table.values()]
+    return [part for part in parts if isinstance(part, dict)]
 
 
 def sizes_of(path: str | Path) -> list[str]:
@@ -202,9 +228,23 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Table:
 
 
 def rates(suite: Suite, task: str, variant: str) -> list[float]:
-    """Return the learning rates that are swept, or the only one."""
-    own = suite.variants[variant].lr or suite.tasks[task].get("lr", [])
-    return list(own) or [float(_sections(suite, task, variant)["optim"].get("lr", 1e-3))]
+    """Return the learning rates that are swept, or the only one.
+
+    Raises:
+        ConfigError: They are no list of different positive numbers.
+    """
+    swept: Any = suite.variants[variant].lr or suite.tasks[task].get("lr", [])
+    if swept == []:
+        return [float(_sections(suite, task, variant)["optim"].get("lr", OptimConfig().lr))]
+    try:
+        found = _RATES.validate_python(swept)
+    except ValidationError:
+        found = []
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(
+            f"lr: got {swept!r}, expected a list of different positive numbers; fix lr"
+        )
+    return list(swept)
 
 
 def recipe_of(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
@@ -231,14 +271,15 @@ def _recipe(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
     recipe = _sections(suite, task, variant)
     recipe["model"] = _model(recipe["model"], suite.variants[variant])
     if kind in (TEXT, ENCODER):
-        options = _options_of_text(options, recipe["objective"])
-        recipe["model"]["vocab_size"] = _vocabulary(recipe["data"])
+        options = _options_of_text(options, recipe)
+        _settle(recipe, "model", "vocab_size", _vocabulary(recipe["data"]))
     else:
         made = build_task(options)
         options = made.model_dump(mode="json")
-        recipe["model"].setdefault("vocab_size", made.vocabulary)
+        _refuse_idle(suite.tasks[task], recipe)
         recipe["data"] = {"path": f"task:{kind}"}
-        recipe["train"].setdefault("seq_len", getattr(made, "length", 1))
+        _settle(recipe, "model", "vocab_size", made.vocabulary)
+        _settle(recipe, "train", "seq_len", max(part.length for part, _ in made.parts()))
     steps = recipe["train"].get("steps", 1)
     for section, parts in (("eval", _PARTS * 2), ("checkpoint", _PARTS), ("metrics", _LINES)):
         recipe[section].setdefault("interval", max(1, steps // parts) if steps > 0 else 1)
@@ -246,8 +287,31 @@ def _recipe(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
     return options, {name: table for name, table in recipe.items() if table}
 
 
-def _options_of_text(options: Table, objective: Table) -> Table:
+def _settle(recipe: Table, section: str, key: str, value: int) -> None:
+    """Fill in a value that follows from the task, and refuse another one."""
+    if (got := recipe[section].setdefault(key, value)) != value:
+        raise ConfigError(
+            f"{section}.{key}: got {got!r}, expected {value}, which follows from the task; fix by "
+            "leaving it out"
+        )
+
+
+def _refuse_idle(task: Table, recipe: Table) -> None:
+    """Refuse what would do nothing in a synthetic task."""
+    objective = recipe["objective"].get("kind", "next_token")
+    if objective != "next_token":
+        raise ConfigError(
+            f"objective.kind: got {objective!r} for a synthetic task, expected 'next_token'; fix "
+            "by giving the other tasks a table objective of their own"
+        )
+    idle = {"data": "data" in task, "train.carry_state": recipe["train"].get("carry_state")}
+    for key in (key for key, is_there in idle.items() if is_there):
+        raise ConfigError(f"{key}: got one for a synthetic task, expected none; remove it")
+
+
+def _options_of_text(options: Table, recipe: Table) -> Table:
     """Check the options of a task on real text against what is learned there."""
+    objective = recipe["objective"]
     encoder = objective.get("kind", "next_token") != "next_token"
     kind = options["kind"]
     if encoder != (kind == ENCODER):
@@ -256,7 +320,9 @@ def _options_of_text(options: Table, objective: Table) -> Table:
             "expected 'text' with 'next_token', or 'encoder' with 'masked' or 'classify'; fix kind"
         )
     if not encoder:
-        return {"kind": kind, **TextOptions.read(options).model_dump(mode="json")}
+        read = TextOptions.read(options)
+        read.require(recipe["train"].get("seq_len", TrainConfig.model_fields["seq_len"].default))
+        return {"kind": kind, **read.model_dump(mode="json")}
     if more := [key for key in options if key != "kind"]:
         raise ConfigError(f"{more[0]}: got an option, expected none of kind 'encoder'; remove it")
     return options
@@ -272,6 +338,12 @@ def _sections(suite: Suite, task: str, variant: str) -> Table:
 
 def _model(table: Table, variant: Variant) -> Table:
     """Return a recipe's [model]: the variant's layers, repeated up to the depth."""
+    for key in ("layers", "mixers"):
+        if key in table:
+            raise ConfigError(
+                f"model.{key}: got {table[key]!r}, expected none; fix by moving it into the "
+                "variants, which say their layers and mixers"
+            )
     rest = {key: value for key, value in table.items() if key != "depth"}
     names: list[str] = []
     for entry in variant.layers:

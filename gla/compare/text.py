@@ -44,6 +44,22 @@ class TextOptions(BaseModel):
     lengths: list[Count] = [1, 2, 4, 8, 16]
     test_tokens: Count = 65536
 
+    def require(self, seq_len: int, there: int | None = None) -> None:
+        """Raise a ConfigError where not even one row of the longest length can be read.
+
+        Args:
+            seq_len: Of training.
+            there: Tokens of the validation split, where they are known.
+        """
+        longest = max(self.lengths, default=0) * seq_len
+        for name, tokens in (("test_tokens", self.test_tokens), ("validation text", there)):
+            if tokens is not None and tokens < longest:
+                raise ConfigError(
+                    f"lengths: got {max(self.lengths)}, rows of {longest:,} tokens, with "
+                    f"{tokens:,} tokens of {name}, expected at least one row; fix with smaller "
+                    "lengths or more text"
+                )
+
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> TextOptions:
         """Check a table; the key ``kind`` may stand in it.
@@ -71,7 +87,7 @@ def by_length(
     longest = max(options.lengths) * seq_len
     rows = min(options.test_tokens, inputs.val.num_tokens) // longest
     cases, positions = [], []
-    for times in sorted(options.lengths):
+    for times in sorted(set(options.lengths)):
         length = times * seq_len
         nats, size = measure(model, inputs, length, rows * longest // length, precision)
         cases.append(_case("length", length, nats, size))

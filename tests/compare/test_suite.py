@@ -35,6 +35,24 @@ def test_overrides_reach_what_tasks_say(suite_file: Path) -> None:
     assert recipe["train"]["steps"] == 11 and options["pairs"] == 2
 
 
+def test_overrides_reach_what_variants_say_and_end_sweeps(suite_file: Path) -> None:
+    decay = "\n[variants.gla.optim]\nweight_decay = 0.2\n"
+    suite_file.write_text(suite_file.read_text() + decay)
+    swept = load_suite(suite_file, None, [("tasks.recall.lr", "[1e-4, 2e-4]")])
+    assert rates(swept, "recall", "softmax") == [1e-4, 2e-4]
+    overrides = [("optim.lr", "5e-3"), ("optim.weight_decay", "0.3")]
+    changed = load_suite(suite_file, None, [("tasks.recall.lr", "[1e-4, 2e-4]"), *overrides])
+    for variant in changed.variants:
+        assert rates(changed, "recall", variant) == [5e-3]
+        assert recipe_of(changed, "recall", variant)[1]["optim"]["weight_decay"] == 0.3
+
+
+def test_rows_of_a_mixture_are_as_long_as_the_longest_part(suite_file: Path) -> None:
+    mixture = ("tasks.recall.mixture", "[[32, 4, 40], [64, 8, 16]]")
+    _, recipe = recipe_of(load_suite(suite_file, None, [mixture]), "recall", "gla")
+    assert recipe["train"]["seq_len"] == 64
+
+
 def test_recipes_of_all_variants_are_the_same_but_for_the_mixer(suite_file: Path) -> None:
     made = plan(load_suite(suite_file))
     first, second = (known_cells(made, {})[i].recipe for i in (0, 1))
@@ -87,6 +105,36 @@ def test_a_cell_is_known_by_all_that_decides_its_result(suite_file: Path) -> Non
         ('["softmax"]', '["softmax*2", "gla"]', r"model\.depth: got 2 for a pattern of 3 layers"),
         ("steps = 6", "stepps = 6", r"tasks\.recall, variants\.softmax: train\.stepps"),
         ("[variants.gla]", '[variants."a/b"]', "name: got 'a/b', expected letters"),
+        (
+            "depth = 2",
+            'depth = 2\nlayers = ["gla"]',
+            r"model\.layers: got \['gla'\], expected",
+        ),
+        ("depth = 2", "depth = 2\nmixers = {}", r"model\.mixers: got {}, expected none"),
+        ("depth = 2", "depth = 2\nvocab_size = 16", r"model\.vocab_size: got 16, expected 32"),
+        ("steps = 6", "steps = 6\nseq_len = 64", r"train\.seq_len: got 64, expected 32"),
+        ("steps = 6", "steps = 6\ncarry_state = true", r"train\.carry_state: got one for a synth"),
+        ("pairs = 4", 'pairs = 4\ndata.path = "x"', "data: got one for a synthetic task"),
+        (
+            "[train]",
+            '[objective]\nkind = "masked"\n[train]',
+            r"objective\.kind: got 'masked' for",
+        ),
+        (
+            "pairs = 4",
+            "pairs = 4\nlr = 1e-3",
+            r"variants\.softmax: lr: got 0\.001, expected a list",
+        ),
+        (
+            "pairs = 4",
+            "pairs = 4\nlr = [0.0]",
+            r"lr: got \[0\.0\], expected a list of diff",
+        ),
+        (
+            "[1e-3, 1e-2]",
+            "[1e-3, 1e-3]",
+            r"lr: got \[0\.001, 0\.001\], expected a list of different",
+        ),
     ],
 )
 def test_what_is_refused(suite_file: Path, old: str, new: str, message: str) -> None:

@@ -49,6 +49,7 @@ class Task(BaseModel):
 
     Attributes:
         kind: Names the task.
+        length: T.
         train_examples: Examples of a fixed training set that is read again in new orders; None:
             every update has fresh ones.
         test_examples: Of each test.
@@ -59,6 +60,7 @@ class Task(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     kind: str
+    length: Count
     train_examples: Count | None = None
     test_examples: Count = 1000
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
