@@ -34,7 +34,7 @@ from gla.train.loop import open_objective
 from gla.train.objective import LanguageModeling, Objective
 from gla.train.trainer import Trainer
 
-SPEC, RESULT = "cell.json", "result.json"
+SPEC, ENVIRONMENT, RESULT = "cell.json", "env.json", "result.json"
 
 
 class Opened(NamedTuple):
@@ -71,12 +71,21 @@ def read_result(folder: Path, digest: str) -> dict[str, Any] | None:
         ) from reason
 
 
+def data_of(folder: Path) -> dict[str, str] | None:
+    """Return the fingerprints of the data that a cell was trained on, where they are known."""
+    try:
+        return json.loads((folder / ENVIRONMENT).read_bytes())["data"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def run_cell(folder: Path, device: str) -> dict[str, Any]:
     """Train and test the cell that ``folder/cell.json`` describes; write and return its result.
 
     A loss that is not finite is a result too: ``status`` is then "diverged".
 
     Raises:
+        ConfigError: The validation text is shorter than a row of the tests.
         GlaError: As training; KeyboardInterrupt or SystemExit after a signal, with a checkpoint.
     """
     spec = json.loads((folder / SPEC).read_bytes())
@@ -86,10 +95,12 @@ def run_cell(folder: Path, device: str) -> dict[str, Any]:
     with run_folder.locked(folder):
         objective, config = _open(config, spec["options"], place, precision)
         with contextlib.closing(objective):
-            facts = _train(folder, objective, config, place, precision)
+            trainer = _begin(folder, objective, config, place, precision)
+            facts = _train(folder, trainer)
             if facts["status"] != "diverged":
                 began = time.perf_counter()
-                facts |= _test(objective, config, spec["options"], precision)
+                with trainer.updater.averaged():
+                    facts |= _test(objective, config, spec["options"], precision)
                 facts["test_seconds"] = time.perf_counter() - began
     model = objective.model
     result = {
@@ -114,32 +125,42 @@ def run_cell(folder: Path, device: str) -> dict[str, Any]:
 def _open(
     config: RunConfig, options: Mapping[str, Any], place: torch.device, precision: str
 ) -> Opened:
-    if options["kind"] in (TEXT, ENCODER):
-        return Opened(*open_objective(config, place, precision, Ranks(), None))
-    torch.manual_seed(config.train.seed)
-    return Opened(TaskLearning(config, build_task(options), place, precision), config)
+    if options["kind"] not in (TEXT, ENCODER):
+        torch.manual_seed(config.train.seed)
+        return Opened(TaskLearning(config, build_task(options), place, precision), config)
+    opened = Opened(*open_objective(config, place, precision, Ranks(), None))
+    if isinstance(opened.objective, LanguageModeling):
+        there = opened.objective.inputs.val.num_tokens
+        TextOptions.read(options).require(config.train.seq_len, there)
+    return opened
 
 
-def _train(
+def _begin(
     folder: Path, objective: Objective, config: RunConfig, place: torch.device, precision: str
-) -> dict[str, Any]:
-    """Train from scratch, or on from the newest checkpoint."""
+) -> Trainer:
+    """Return a trainer at the newest checkpoint, or at step 0 where none was written yet."""
+    if not any((folder / "checkpoints").glob("step-*")):
+        start_from_pretrained(objective.model, config)
     trainer = Trainer(config, objective, place, precision)
     if (folder / run_folder.CONFIG).exists():
         trainer.restore(folder)
     else:
-        start_from_pretrained(objective.model, config)
         facts = {"seed": config.train.seed, "device": str(place), "precision": precision}
         facts |= {"data": objective.fingerprints, **run_folder.environment()}
-        storage.write_bytes_atomic(folder / "env.json", json.dumps(facts, indent=1).encode())
+        storage.write_bytes_atomic(folder / ENVIRONMENT, json.dumps(facts, indent=1).encode())
         storage.write_bytes_atomic(folder / run_folder.CONFIG, config.to_toml().encode())
+    return trainer
+
+
+def _train(folder: Path, trainer: Trainer) -> dict[str, Any]:
     status = "done"
     try:
         trainer.rehearse()
         trainer.fit(folder)
     except Solved:
         status = "solved"
-        trainer.validation = objective.evaluate(True)
+        with trainer.updater.averaged():
+            trainer.validation = trainer.objective.evaluate(True)
     except NumericsError as reason:
         return {"status": "diverged", "reason": str(reason), "steps": trainer.step, "metrics": {}}
     return {

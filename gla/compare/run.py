@@ -13,15 +13,15 @@ import torch
 
 from gla import storage
 from gla.compare import plan as plans
-from gla.compare.cell import write_spec
+from gla.compare.cell import data_of, write_spec
 from gla.compare.progress import Progress
 from gla.compare.report import write_report
 from gla.compare.suite import ENCODER, TEXT, Suite, recipe_of
 from gla.compare.workers import Workers
-from gla.errors import ConfigError, GlaError
-from gla.train.config import build
+from gla.errors import ConfigError, DataError, GlaError
+from gla.train.config import DataConfig, build
 from gla.train.device import resolve_device
-from gla.train.inputs import make_ready
+from gla.train.inputs import fingerprints_of, is_prepared, make_ready
 from gla.train.monitor import say
 
 _TICK_S = 0.5
@@ -169,12 +169,23 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def report_only(suite: Suite, out: str | Path) -> dict[str, Any]:
-    """Write the report of what is finished, and return what report.json says."""
+    """Write the report of what is finished, and return what report.json says.
+
+    Raises:
+        ConfigError: The suite is wrong, or no cell of it is finished in ``out``.
+        DataError: A result is damaged, or of other data than those that stand there now.
+    """
     out = Path(out)
     made = plans.plan(suite)
     if not out.is_dir():
         raise ConfigError(f"{out}: got no folder, expected that of a comparison; fix --out")
-    return write_report(made, _finished(made, out), out)
+    results = _finished(made, out)
+    if not results:
+        raise ConfigError(
+            f"{out}: got no finished cell of this suite, expected some; fix --out, or give the "
+            "--size and the overrides with which it was run"
+        )
+    return write_report(made, results, out)
 
 
 def describe(suite: Suite) -> dict[str, Any]:
@@ -200,6 +211,29 @@ def describe(suite: Suite) -> dict[str, Any]:
 
 
 def _finished(made: plans.Plan, out: Path) -> plans.Results:
-    """Results that are there: first those of the sweeps, then those that follow from them."""
+    """Results that are there: first those of the sweeps, then those that follow from them.
+
+    Raises:
+        DataError: One is damaged, or of other data than those that stand there now.
+    """
     results = plans.finished(out, plans.known_cells(made, {}))
-    return results | plans.finished(out, plans.known_cells(made, results))
+    cells = plans.known_cells(made, results)
+    results |= plans.finished(out, cells)
+    now: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        if cell.folder in results and cell.options["kind"] in (TEXT, ENCODER):
+            _check_data(out / cell.folder, build(cell.recipe).data, now)
+    return results
+
+
+def _check_data(folder: Path, data: DataConfig, now: dict[str, dict[str, str]]) -> None:
+    """Compare a cell's data with what stands at their path; ``now`` keeps what was read there."""
+    if not is_prepared(data):
+        return  # a report is written where there are no data
+    if data.path not in now:
+        now[data.path] = fingerprints_of(data)
+    if data_of(folder) not in (None, now[data.path]):
+        raise DataError(
+            f"{folder}: got a result on other data than {data.path} holds now, expected the same; "
+            "fix with another --out, or by removing that folder: the cell is computed again"
+        )

@@ -74,10 +74,11 @@ class Workers:
         return list(self._busy.values())
 
     def give(self, folder: str) -> None:
-        """Let an idle worker train a cell."""
+        """Let an idle worker train a cell. One that died meanwhile is noticed by ``poll``."""
         number = next(n for n in range(len(self._pool)) if n not in self._busy)
         self._busy[number] = folder
-        self._pool[number][1].send_bytes(folder.encode())
+        with contextlib.suppress(OSError):
+            self._pool[number][1].send_bytes(folder.encode())
 
     def poll(self, seconds: float) -> list[Outcome]:
         """Wait up to so many seconds for what workers say. One that died is replaced."""
@@ -89,7 +90,7 @@ class Workers:
             try:
                 said = json.loads(self._pool[number][1].recv_bytes())
                 outcomes.append(Outcome(**said))
-            except EOFError:
+            except (EOFError, OSError):  # OSError: it died before it read what it was sent
                 process = self._pool[number][0]
                 process.join()
                 why = f"its process ended with exit code {process.exitcode}"

@@ -68,6 +68,17 @@ def open_inputs(config: DataConfig) -> Inputs:
     return inputs
 
 
+def fingerprints_of(config: DataConfig) -> dict[str, str]:
+    """Return ``Inputs.fingerprints`` of prepared data, without a look at their bytes.
+
+    Raises:
+        DataError: They are unfinished.
+    """
+    path = Path(config.path)
+    train, val = (TokenDataset.open(path / name, verify=False) for name in ("train", "val"))
+    return Inputs(train, val, tokenizer_of(config)).fingerprints
+
+
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """Load the tokenizer of prepared data."""
     return Tokenizer.load(Path(config.path) / "tokenizer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ from gla.compare.cell import read_result, run_cell, write_spec
 from gla.compare.compressor import Compressor
 from gla.compare.examples import Source, TaskLearning
 from gla.compare.plan import known_cells, plan
+from gla.compare.run import report_only
 from gla.compare.suite import Suite, load_suite
 from gla.compare.tasks import build_task
 from gla.compare.text import TextOptions, by_length, measure, read_row
+from gla.data.prepare import prepare
 from gla.errors import ConfigError, DataError
 from gla.models.config import ModelConfig
 from gla.models.language_model import LanguageModel
@@ -133,6 +136,19 @@ def test_a_cell_of_text(prepared: Path, tmp_path: Path) -> None:
     assert read_result(tmp_path / "nowhere", digest) is None
 
 
+def test_text_that_is_too_short_for_a_row_is_said_before_training(
+    prepared: Path, tmp_path: Path
+) -> None:
+    few = PLAIN + "\ntest_tokens = 127"
+    with pytest.raises(ConfigError, match="rows of 128 tokens, with 127 tokens of test_tokens"):
+        plan(text_suite(tmp_path / "s.toml", prepared, few))
+    long = 'kind = "text"\nlengths = [1000]'
+    suite = text_suite(tmp_path / "s.toml", prepared, long)
+    with pytest.raises(ConfigError, match=r"64,000 tokens, with [\d,]+ tokens of validation text"):
+        run(suite, tmp_path / "cell")
+    assert not (tmp_path / "cell" / "metrics.jsonl").exists()
+
+
 def test_a_cell_of_an_encoder(prepared: Path, tmp_path: Path) -> None:
     masked = 'kind = "encoder"\nobjective = { kind = "masked" }'
     suite = text_suite(tmp_path / "s.toml", prepared, masked)
@@ -158,6 +174,54 @@ def test_training_ends_at_an_accuracy(suite_file: Path, tmp_path: Path) -> None:
     assert result["status"] == "solved" and 4 <= result["steps"] < 40
     assert result["metrics"]["accuracy"] > 0 and len(result["cases"]) == 2
     assert (tmp_path / "cell" / "result.json").exists()
+
+
+def test_figures_are_of_the_average_where_one_is_kept(suite_file: Path, tmp_path: Path) -> None:
+    common = [
+        *(("train.ema_decay", "0.99"), ("optim.lr", "0.1")),
+        *(("schedule.kind", "constant"), ("schedule.warmup_steps", "0")),
+    ]
+    stops = [("tasks.recall.stop_at", "1e-9"), ("train.steps", "40")]
+    solved = run(tiny(suite_file, *common, *stops), tmp_path / "solved")
+    assert solved["status"] == "solved"
+    done = run(tiny(suite_file, *common, ("train.steps", str(solved["steps"]))), tmp_path / "done")
+    assert solved["metrics"] == done["metrics"]
+    # The first test is on the examples of the evaluation.
+    assert done["cases"][0]["axes"] == {"length": 32, "pairs": 4}
+    assert solved["cases"][0]["metrics"] == done["cases"][0]["metrics"] == done["metrics"]
+
+
+def test_a_kill_before_the_first_checkpoint_forgets_no_pretraining(
+    suite_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pretrained(model: LanguageModel, _: object) -> None:
+        model.embed.weight.data.fill_(0.5)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gla.compare.cell.start_from_pretrained", pretrained)
+    suite = tiny(suite_file, ("train.ema_decay", "0.9"))
+    whole = run(suite, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("gla.train.trainer.Trainer.fit", killed)
+        run(suite, tmp_path / "cut")
+    assert (tmp_path / "cut" / "config.toml").exists()
+    assert run(suite, tmp_path / "cut")["metrics"] == whole["metrics"]
+
+
+def test_results_on_data_that_changed_are_refused(prepared: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    shutil.copytree(prepared, data)
+    suite = text_suite(tmp_path / "s.toml", data, PLAIN + "\ndata.vocab_size = 300")
+    (cell,) = known_cells(plan(suite), {})
+    run(suite, out / cell.folder)
+    assert report_only(suite, out)["complete"]
+    shutil.rmtree(data)
+    assert report_only(suite, out)["complete"]  # nothing to compare with
+    prepare(prepared.parent / "texts", prepared / "tokenizer", data, val_fraction=0.3)
+    with pytest.raises(DataError, match=r"got a result on other data than .*data holds"):
+        report_only(suite, out)
 
 
 def test_a_loss_that_is_not_finite_is_a_result(suite_file: Path, tmp_path: Path) -> None:

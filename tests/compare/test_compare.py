@@ -17,6 +17,7 @@ from gla.cli.main import main
 from gla.compare.cell import run_cell, write_spec
 from gla.compare.plan import known_cells, plan
 from gla.compare.suite import load_suite
+from gla.compare.workers import Workers
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
@@ -155,6 +156,22 @@ def _is_held(lock: Path) -> bool:
     return True
 
 
+def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
+    with Workers(tmp_path, ["cpu"], 1) as pool:
+        for idle in (True, False):  # killed before it is given a cell, and before it reads its name
+            if not idle:
+                pool.give("cells/a")
+            process = pool._pool[0][0]
+            process.kill()
+            process.join()
+            if idle:
+                pool.give("cells/a")
+            (outcome,) = pool.poll(10)
+            assert outcome.folder == "cells/a" and outcome.result is None and not outcome.by_user
+            assert outcome.error == "its process ended with exit code -9"
+            assert pool.idle == 1 and pool._pool[0][0].is_alive()
+
+
 @pytest.mark.slow
 def test_sigterm_ends_in_order(suite_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -182,6 +199,8 @@ def test_errors_are_one_line_each(
     assert "size: got 'gpu', expected one of long" in fails(suite_file, "--size", "gpu")
     assert "SUITE: got 'gate', expected a TOML file or 'gates'" in fails("gate")
     assert "got no folder" in fails(suite_file, "--report", "--out", tmp_path / "nowhere")
+    assert "got no finished cell" in fails(suite_file, "--report", "--out", tmp_path)
+    assert not (tmp_path / "report.json").exists()
     wrong = suite_file.read_text().replace('gate = "channel"', 'gate = "chanel"')
     (tmp_path / "wrong.toml").write_text(wrong)
     said = fails(tmp_path / "wrong.toml", "--dry-run")
