@@ -76,7 +76,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from gla.compare.report import interval
+    from gla.compare.report import interval, with_diverged
 
     for task, row in summary["tasks"].items():
         table = Table(title=task, box=box.SIMPLE_HEAD)
@@ -86,7 +86,7 @@ def _show(summary: Mapping[str, Any]) -> None:
             difference = interval(variant.get("difference"), signed=True)
             verdict = variant.get("verdict", "baseline")
             parameters = f"{variant['parameters']:,}"
-            table.add_row(name, interval(variant), difference, verdict, parameters)
+            table.add_row(name, with_diverged(variant), difference, verdict, parameters)
         Console().print(table)
 
 

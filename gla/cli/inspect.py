@@ -143,7 +143,7 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
 
 def write(folder: Path, facts: Mapping[str, Any]) -> bool:
     """Write the tables and, with matplotlib, the plots; return whether they were drawn."""
-    from gla.compare.figures import write_csv, write_plot
+    from gla.compare.plots import write_csv, write_plot
     from gla.models.diagnose import STD_BAND, effective_rank
 
     folder.mkdir(parents=True, exist_ok=True)

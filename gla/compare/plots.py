@@ -1,15 +1,18 @@
-"""The figures of a comparison, as PNG. Needs matplotlib: pip install 'gla[plots]'."""
+"""Figures as PNG, which need matplotlib (pip install 'gla[plots]'), and tables as CSV."""
 
 from __future__ import annotations
 
+import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gla.errors import ConfigError
 
 Table = Mapping[str, Any]
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 _NAMES = {"bpb": "bits per byte", "accuracy": "accuracy", "loss": "loss (nats)", "exact": "exact"}
 
 
@@ -51,6 +54,52 @@ def draw_cost(figures: Table) -> bytes:
             axes.grid(alpha=0.3)
             _legend(axes)
     return _png(figure)
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Write a table."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def write_plot(
+    path: Path,
+    series: Series,
+    *,
+    title: str,
+    x: str,
+    y: str,
+    log: str = "",
+    band: tuple[float, float] | None = None,
+) -> bool:
+    """Draw lines into a PNG file.
+
+    Args:
+        path: The file.
+        series: {label: (x values, y values)}.
+        title, x, y: What stands beside the plot.
+        log: The axes that are logarithmic: "", "x" or "y".
+        band: A range of y that is shaded.
+
+    Returns:
+        Whether it was drawn: False without matplotlib.
+    """
+    if not has_matplotlib():
+        return False
+    figure = _figure(7, 4.2)
+    axes = figure.add_subplot()
+    for label, (xs, ys) in series.items():
+        axes.plot(xs, ys, label=label, marker="o" if len(xs) < 40 else None, markersize=3)
+    if band is not None:
+        axes.axhspan(*band, alpha=0.1)
+    axes.set(title=title, xlabel=x, ylabel=y)
+    for axis in log:
+        axes.set(**{f"{axis}scale": "log"})
+    _legend(axes)
+    path.write_bytes(_png(figure))
+    return True
 
 
 def has_matplotlib() -> bool:
@@ -110,7 +159,9 @@ def _bars(axes: Any, task: Table) -> None:
         row = task["variants"][name]
         if row["mean"] is None:
             continue
-        axes.errorbar(row["mean"], place, xerr=row["half_width"], fmt="o", capsize=4, color="C0")
+        axes.errorbar(
+            row["mean"], place, xerr=row["half_width"], fmt="o", capsize=4, color=f"C{place % 10}"
+        )
         values = list(row["values"].values())
         axes.plot(values, [place] * len(values), ".", color="0.55", markersize=5, zorder=0)
     axes.set_yticks(range(len(names)), names, fontsize=9)
@@ -122,10 +173,9 @@ def _bars(axes: Any, task: Table) -> None:
 
 
 def _curves(axes: Any, task: Table) -> None:
-    for name, row in task["variants"].items():
-        if row["curve"]:
-            steps, values = zip(*row["curve"], strict=True)
-            axes.plot(steps, values, label=name, linewidth=1.3, marker=".", markersize=4)
+    for name, row in task["variants"].items():  # also one without points: colours stay the same
+        steps, values = ([point[i] for point in row["curve"]] for i in (0, 1))
+        axes.plot(steps, values, label=name, linewidth=1.3, marker=".", markersize=4)
     axes.set_title(f"{_NAMES[task['measure']]} on validation, during training", fontsize=10)
     axes.set_xlabel("step", fontsize=9)
     axes.grid(alpha=0.3)
@@ -134,31 +184,37 @@ def _curves(axes: Any, task: Table) -> None:
 
 
 def _by_axis(axes: Any, task: Table, key: str, axis: str | None, title: str) -> None:
-    """Lines over the last axis of the tests, with their intervals."""
-    measure, name = task["measure"], axis
+    """Lines over an axis of the tests, with their intervals."""
+    measure = task["measure"]
+    points = [case["axes"] for row in task["variants"].values() for case in row[key]]
+    name = axis or _telling_axis(points)
     for variant, row in task["variants"].items():
         cases = [c for c in row[key] if c["metrics"][measure]["mean"] is not None]
-        if not cases:
-            continue
-        name = axis or list(cases[0]["axes"])[-1]
         places = [case["axes"][name] for case in cases]
         means = [case["metrics"][measure]["mean"] for case in cases]
         widths = [case["metrics"][measure]["half_width"] or 0.0 for case in cases]
         (line,) = axes.plot(places, means, label=variant, linewidth=1.3, marker=".", markersize=4)
         low, high = ([m + sign * w for m, w in zip(means, widths, strict=True)] for sign in (-1, 1))
         axes.fill_between(places, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({c["axes"][name] for row in task["variants"].values() for c in row[key]})
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
-    axes.set_title(title if name in ("length", "position") else f"by {name}", fontsize=10)
-    axes.set_xlabel(str(name), fontsize=9)
+    ticks = sorted({point[name] for point in points})
+    if ticks[0] > 0:  # a depth may be 0
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+    own = f"{_NAMES[measure]} by {name}"
+    axes.set_title(title if name in ("length", "position") else own, fontsize=10)
+    axes.set_xlabel(name, fontsize=9)
     axes.grid(alpha=0.3)
-    trained = task["training_length"]
-    if trained and name in ("length", "position"):
+    if name in ("length", "position"):
+        trained = task["training_length"]
         axes.axvline(trained, color="0.5", linestyle=":", linewidth=1)
         axes.annotate(" trained", (trained, 0.02), xycoords=("data", "axes fraction"), fontsize=7)
     _chance(axes.axhline, task)
     _legend(axes)
+
+
+def _telling_axis(points: Sequence[Mapping[str, float]]) -> str:
+    """The axis with the most values, of several such the last one."""
+    return max(reversed(list(points[0])), key=lambda name: len({point[name] for point in points}))
 
 
 def _crossing(task: Table) -> tuple[str, str] | None:

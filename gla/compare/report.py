@@ -25,7 +25,8 @@ body { font: 15px/1.5 sans-serif; max-width: 68em; margin: 2em auto; padding: 0 
 table { border-collapse: collapse; font-size: 14px } th { text-align: right; font-weight: 600 }
 td { padding: 2px 0 2px 1.4em; text-align: right; white-space: nowrap } th { padding-left: 1.4em }
 td:first-child, th:first-child { text-align: left; padding-left: 0 }
-tr { border-bottom: 1px solid #e4e4e4 } .weak { color: #888 }
+tr { border-bottom: 1px solid #e4e4e4 } img { margin: 0.5em 0 }
+summary { font-size: 1.4em; font-weight: 600; margin: 1em 0; cursor: pointer }
 pre { background: #f4f4f4; padding: 1em; overflow-x: auto } img { max-width: 100% }
 """
 
@@ -58,7 +59,7 @@ def _csv(cells: Mapping[str, Table]) -> str:
         facts = {name: cell.get(name) for name in _COLUMNS}
         places = [{"axes": {}, "metrics": cell["metrics"]}]
         for place in places + cell.get("cases", []) + cell.get("positions", []):
-            axes = " ".join(f"{name}={value:g}" for name, value in place["axes"].items())
+            axes = " ".join(f"{name}={value}" for name, value in place["axes"].items())
             for metric, value in place["metrics"].items():
                 writer.writerow({**facts, "axes": axes, "metric": metric, "value": value})
     return file.getvalue()
@@ -95,27 +96,32 @@ def page(summary: Table, pictures: Mapping[str, bytes]) -> str:
                 alt = html.escape(f"{task}, {name}")
                 parts.append(f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>')
         parts.append(_sweeps(row))
-    parts += ["<h2>Cells</h2>", _cell_table(summary["cells"])]
-    suite = html.escape(json.dumps(summary["suite"], indent=1))
-    parts.append(f"<h2>Suite</h2><pre>{suite}</pre>")
+    cells, suite = summary["cells"], {k: v for k, v in summary["suite"].items() if v != {}}
+    parts.append(_folded(f"{len(cells)} cells", _cell_table(cells)))
+    parts.append(_folded("Suite", f"<pre>{html.escape(json.dumps(suite, indent=1))}</pre>"))
     head = f'<meta charset="utf-8"><title>{html.escape(summary["title"])}</title>'
     return f"<!doctype html>\n{head}<style>{_STYLE}</style>\n" + "\n".join(parts) + "\n"
+
+
+def _folded(title: str, inside: str) -> str:
+    return f"<details><summary>{title}</summary>{inside}</details>"
 
 
 def _introduction(summary: Table) -> str:
     width = "parameters within 2 %" if summary["match"] == "parameters" else "widths"
     versions = {
         f"gla {c['versions'].get('gla', '?')} ({c['code'][:8]}), torch {c['versions']['torch']}, "
-        f"{c['device']}, {c['precision']}, {c['threads']} threads"
+        f"{c['device']}, {c['precision']}, threads: {c['threads']}"
         for c in summary["cells"].values()
     }
+    mixed = " <b>Not all cells were made alike:</b>" if len(versions) > 1 else ""
     done = "" if summary["complete"] else " <b>Not all cells are finished.</b>"
     return (
         f"<p>Equal {width}, equal examples in equal order for each of {summary['seeds']} seeds. "
         "Means ± half of the 95 % interval over seeds (Student's t); differences are taken seed by "
         f"seed from the baseline, {html.escape(summary['baseline'])}, without a correction for the "
         f"number of comparisons.{done}</p>"
-        f"<p>{'; '.join(html.escape(v) for v in sorted(versions))}</p>"
+        f"<p>{mixed} {'; '.join(html.escape(v) for v in sorted(versions))}</p>"
     )
 
 
@@ -123,11 +129,10 @@ def _task_table(task: Table, baseline: str) -> str:
     rows = []
     for name, row in task["variants"].items():
         own = "baseline" if name == baseline else interval(row.get("difference"), signed=True)
-        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
         rows.append(
             [
                 name,
-                interval(row) + diverged,
+                with_diverged(row),
                 own,
                 row.get("verdict", ""),
                 f"{row['parameters']:,}",
@@ -137,7 +142,16 @@ def _task_table(task: Table, baseline: str) -> str:
             ]
         )
     measure = f"{task['measure']} ({task['better']} is better)"
-    heads = ["", measure, f"minus {baseline}", "", "parameters", "state, bytes", "lr", "seconds"]
+    heads = [
+        "",
+        measure,
+        f"minus {baseline}",
+        "verdict",
+        "parameters",
+        "state, bytes",
+        "lr",
+        "seconds",
+    ]
     return html_table(heads, rows)
 
 
@@ -149,6 +163,11 @@ def interval(row: Mapping[str, Any] | None, signed: bool = False) -> str:
     return mean if row["half_width"] is None else f"{mean} ± {row['half_width']:.4f}"
 
 
+def with_diverged(row: Mapping[str, Any]) -> str:
+    """Return the interval of a variant, and how many of its seeds are not in it."""
+    return interval(row) + (f" ({row['diverged']} diverged)" if row["diverged"] else "")
+
+
 def _sweeps(task: Table) -> str:
     swept = {name: row["sweep"] for name, row in task["variants"].items() if row["sweep"]}
     if not swept:
@@ -158,7 +177,13 @@ def _sweeps(task: Table) -> str:
         [name, *("–" if sweep.get(lr) is None else f"{sweep[lr]:.4f}" for lr in rates)]
         for name, sweep in swept.items()
     ]
-    return "<p>Learning rates, seed 0:</p>" + html_table(["", *rates], rows)
+    text = "Learning rates, seed 0:"
+    if len({len(row["sweep"]) for row in task["variants"].values()}) > 1:
+        text = (
+            "Learning rates, seed 0. It is left out of the differences between variants with "
+            "another number of rates, since the best of more runs is better by chance:"
+        )
+    return f"<p>{text}</p>" + html_table(["", *rates], rows)
 
 
 def _cell_table(cells: Mapping[str, Table]) -> str:
@@ -166,7 +191,7 @@ def _cell_table(cells: Mapping[str, Table]) -> str:
         [
             f"{c['task']} / {c['variant']} / seed {c['seed']} / lr {c['lr']:g}",
             c["status"],
-            ", ".join(f"{k} {v:.4g}" for k, v in c["metrics"].items() if v is not None),
+            ", ".join(f"{k} {_short(v)}" for k, v in c["metrics"].items() if v is not None),
             str(c["steps"]),
             f"{c.get('train_seconds', 0):,.0f}",
             c["digest"][:8],
@@ -174,6 +199,10 @@ def _cell_table(cells: Mapping[str, Table]) -> str:
         for c in cells.values()
     ]
     return html_table(["", "", "figures", "steps", "seconds", "digest"], rows)
+
+
+def _short(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def html_table(heads: list[str], rows: list[list[str]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from gla.compare import plan as plans
 from gla.compare.statistics import Estimate, estimate, paired
 from gla.compare.tasks import KINDS, build_task
+from gla.train.config import build
 
 Result = Mapping[str, Any]
 Table = dict[str, Any]
@@ -45,23 +46,25 @@ def _task(made: plans.Plan, task: str, results: plans.Results, out: Path) -> Tab
     everything = {f"{v}/{seed}": r for v, found in chosen.items() for seed, r in found.items()}
     name, more = plans.measure_of(everything)
     values = {variant: _values(found, name) for variant, found in chosen.items()}
-    baseline = values[made.suite.baseline]
+    base = next(entry for entry in entries if entry.variant == made.suite.baseline)
+    baseline = values[base.variant]
     variants = {}
     for entry in entries:
         found = chosen[entry.variant]
         own = _numbers(estimate(list(values[entry.variant].values())))
         row: Table = {**own, "values": values[entry.variant], **_facts(entry, found)}
-        if entry.variant != made.suite.baseline:
-            difference = paired(values[entry.variant], baseline)
+        if entry is not base:
+            difference = paired(*_fair(values[entry.variant], baseline, entry, base))
             row["difference"] = _numbers(difference)
-            row["verdict"] = verdict(difference, more)
-        row["diverged"] = sum(result["status"] == "diverged" for result in found.values())
+            solved = _all_solved(found) and _all_solved(chosen[base.variant])
+            row["verdict"] = verdict(difference, more, solved)
+        row["diverged"] = len(found) - len(values[entry.variant])
         row["metrics"] = _metrics([result["metrics"] for result in found.values()])
         row["cases"] = _cases([result.get("cases", []) for result in found.values()])
         row["positions"] = _cases([result.get("positions", []) for result in found.values()])
         row["sweep"] = _sweep(entry, results, name)
         cells = plans.chosen_cells(made, entry, results)
-        row["curve"] = _curve([out / c.folder for c in cells if c.folder in results], name)
+        row["curve"] = _curve(out, {c.folder: results.get(c.folder) for c in cells}, name)
         variants[entry.variant] = row
     options = entries[0].options
     return {
@@ -69,7 +72,7 @@ def _task(made: plans.Plan, task: str, results: plans.Results, out: Path) -> Tab
         "measure": name,
         "better": "higher" if more else "lower",
         "chance": _chance(options, everything) if name == "accuracy" else None,
-        "training_length": entries[0].recipe["train"].get("seq_len"),
+        "training_length": build(base.recipe).train.seq_len,
         "variants": variants,
     }
 
@@ -83,8 +86,33 @@ def _chance(options: Table, found: Mapping[str, Result]) -> float | None:
     )
 
 
-def verdict(difference: Estimate, more: bool) -> str:
-    """Say in words what a paired difference from the baseline means."""
+def _fair(
+    ours: dict[int, float], theirs: dict[int, float], entry: plans.Entry, base: plans.Entry
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Leave out seed 0 where it picked one variant's rate from more rates than the other's.
+
+    The best of k results lies above their mean, by more for a larger k.
+    """
+    if len(entry.rates) == len(base.rates):
+        return ours, theirs
+    return {s: x for s, x in ours.items() if s}, {s: x for s, x in theirs.items() if s}
+
+
+def _all_solved(found: Mapping[int, Result]) -> bool:
+    return bool(found) and all(result["status"] == "solved" for result in found.values())
+
+
+def verdict(difference: Estimate, more: bool, solved: bool = False) -> str:
+    """Say in words what a paired difference from the baseline means.
+
+    Args:
+        difference: Of a figure.
+        more: Whether more of it is better.
+        solved: Whether all runs of both ended at the accuracy that ends training: what they differ
+            by is then where that was noticed.
+    """
+    if solved:
+        return "both solve it"
     if difference.n == 0:
         return "no pair of seeds"
     if difference.half_width is None:
@@ -133,13 +161,11 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _cases(of_seeds: Sequence[Sequence[Mapping[str, Any]]]) -> list[Table]:
-    """Average what every seed says of each point of the axes."""
+    """Average what every seed says of each point of the axes, which it says once."""
     points: dict[str, tuple[Any, list[Any]]] = {}
     for cases in of_seeds:
-        for case in cases:
-            points.setdefault(json.dumps(case["axes"]), (case["axes"], []))[1].append(
-                case["metrics"]
-            )
+        for name, case in {json.dumps(case["axes"]): case for case in cases}.items():
+            points.setdefault(name, (case["axes"], []))[1].append(case["metrics"])
     return [{"axes": axes, "metrics": _metrics(rows)} for axes, rows in points.values()]
 
 
@@ -150,13 +176,28 @@ def _sweep(entry: plans.Entry, results: plans.Results, name: str) -> Table:
     return {f"{lr:g}": plans.value_of(r, name) for lr, r in found.items() if r is not None}
 
 
-def _curve(folders: Sequence[Path], name: str) -> list[list[float]]:
-    """Return [step, mean over the seeds] of the validation figure in training."""
-    points: dict[int, list[float]] = {}
-    for folder in folders:
-        for step, value in _evaluations(folder / "metrics.jsonl", f"val_{name}"):
-            points.setdefault(step, []).append(value)
-    return [[step, estimate(values).mean] for step, values in sorted(points.items())]
+def _curve(out: Path, found: Mapping[str, Result | None], name: str) -> list[list[float]]:
+    """Return [step, mean over the seeds] of the validation figure in training.
+
+    Only steps for which every seed has one: a mean over those that are left would jump. A seed that
+    solved the task keeps its last figure; one that diverged is left out, as in the mean.
+    """
+    seeds = []
+    for folder, result in found.items():
+        if result is not None and (value := plans.value_of(result, name)) is not None:
+            points = dict(_evaluations(out / folder / "metrics.jsonl", f"val_{name}"))
+            seeds.append((points | {result["steps"]: value}, result["status"] == "solved"))
+    curve = []
+    for step in sorted({step for points, _ in seeds for step in points}):
+        values = [_value_at(points, step, solved) for points, solved in seeds]
+        if len(known := [value for value in values if value is not None]) == len(seeds):
+            curve.append([step, estimate(known).mean])
+    return curve
+
+
+def _value_at(points: Mapping[int, float], step: int, keeps: bool) -> float | None:
+    last = max(points)
+    return points.get(last if keeps and step > last else step)
 
 
 def _evaluations(file: Path, key: str) -> list[tuple[int, float]]:

@@ -66,9 +66,9 @@ def test_what_is_reported(finished: tuple[Path, Path, dict]) -> None:
     assert gated["lr"] in (1e-3, 1e-2) and list(gated["sweep"]) == ["0.001", "0.01"]
     best = max(gated["sweep"].values())
     assert gated["sweep"][f"{gated['lr']:g}"] == best == gated["values"]["0"]
-    pairs = [gated["values"][s] - softmax["values"][s] for s in ("0", "1")]
-    assert gated["difference"]["mean"] == pytest.approx(sum(pairs) / 2)
-    assert gated["verdict"] in ("better", "worse", "not distinguishable")
+    # Seed 0 picked among two rates for one of them only.
+    assert gated["difference"]["mean"] == gated["values"]["1"] - softmax["values"]["1"]
+    assert gated["verdict"] == "one seed: no interval"
     assert gated["state_bytes"] != softmax["state_bytes"] > 0
 
 

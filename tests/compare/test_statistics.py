@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gla.compare.plan import MEASURES
+from gla.compare.plan import measure_of, value_of
 from gla.compare.statistics import estimate, paired, t_quantile
 from gla.compare.summary import verdict
 
@@ -64,5 +64,17 @@ def test_verdicts(values: list[float], more: bool, words: str) -> None:
     assert verdict(estimate(values), more) == words
 
 
-def test_measures() -> None:
-    assert dict(MEASURES) == {"bpb": False, "accuracy": True, "loss": False}
+@pytest.mark.parametrize(
+    ("metrics", "figure"),
+    [
+        ({"loss": 1.0, "bpb": 2.0, "accuracy": 0.5}, ("bpb", False)),
+        ({"loss": 1.0, "accuracy": 0.5}, ("accuracy", True)),
+        ({"loss": 1.0}, ("loss", False)),
+    ],
+)
+def test_the_figure_that_decides(metrics: dict, figure: tuple[str, bool]) -> None:
+    results = {"diverged": {"metrics": {}}, "done": {"metrics": metrics}}
+    assert measure_of(results) == figure
+    assert value_of(results["done"], figure[0]) == metrics[figure[0]]
+    assert value_of(results["diverged"], figure[0]) is None
+    assert value_of({"metrics": {"loss": math.nan}}, "loss") is None
