@@ -57,9 +57,7 @@ def cost(
     for name in names:
         if name not in known:
             raise ConfigError(f"variants: got {name!r}, expected some of {', '.join(known)}")
-    if not lengths or min(lengths) < 1:
-        raise ConfigError(f"lengths: got {lengths}, expected numbers of tokens; fix lengths")
-    options = Options(d_model, layers, 4096, sorted(lengths), seconds, limit)
+    options = Options(d_model, layers, 4096, _sorted(lengths), seconds, limit)
     rows = [row for name in names for row in measure_variant(name, options, place, _note)]
     figures = {
         **_machine(place),
@@ -103,7 +101,7 @@ def article(
     place = resolve_device(device)
     figures: dict[str, Any] = {
         **_machine(place),
-        "first": first_article(place, seconds, lengths, _note),
+        "first": first_article(place, seconds, _sorted(lengths), _note),
         "second": second_article(place, _note) if memory else [],
     }
     text = article_tables(figures)
@@ -115,6 +113,12 @@ def article(
     return 0
 
 
+def _sorted(lengths: Sequence[int]) -> list[int]:
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"lengths: got {lengths}, expected numbers of tokens; fix lengths")
+    return sorted(set(lengths))
+
+
 def article_tables(figures: Mapping[str, Any]) -> str:
     """Return both tables as Markdown."""
     heads = ["layer", "tokens", "ms here", "ms printed", "GB here", "GB printed"]
@@ -122,7 +126,7 @@ def article_tables(figures: Mapping[str, Any]) -> str:
         [
             row["layer"],
             f"{row['length']:,}",
-            _number(row["ms"], f"not run: needs {row['needs_gb']:.0f} GB"),
+            _number(row["ms"], _not_run(row)),
             _printed(row, "printed_ms"),
             _number(row["gb"]),
             _printed(row, "printed_gb"),
@@ -138,11 +142,15 @@ def article_tables(figures: Mapping[str, Any]) -> str:
             row["layer"],
             f"{row['scores_mb']:,.0f}" if row["keys"] else "",
             "" if row["printed_mb"] is None else f"{row['printed_mb']:g}",
-            _number(row["peak_mb"]),
+            _number(row["peak_mb"], "–" if row["run"] else _not_run(row)),
         ]
         for row in figures["second"]
     ]
     return f"{text}\n\nBatch 8, 2,048 tokens, 8 heads:\n\n{_markdown(heads, rows)}"
+
+
+def _not_run(row: Mapping[str, Any]) -> str:
+    return f"not run: needs {row['needs_gb']:.0f} GB"
 
 
 def _printed(row: Mapping[str, Any], name: str) -> str:

@@ -9,7 +9,7 @@ Sizes: B batch, T tokens, D width, H heads, K dimension of a head, k slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ LENGTHS = (1024, 4096, 8192, 16384, 65536)
 BATCH, MEMORY_LENGTH = 8, 2048
 SLOTS = (512, 256, 128)
 _COPIES = 3  # of the scores: products, masked, weights
+_COPIES_BACKWARD = 5  # products, scaled, weights, and the gradients of two of them
 
 # Milliseconds and GB at LENGTHS; None: out of memory.
 PRINTED = {
@@ -71,7 +72,7 @@ def scores_bytes(batch: int, length: int, keys: int) -> int:
 
 
 def first_article(
-    device: torch.device, seconds: float, lengths: tuple[int, ...], note: Callable[[str], None]
+    device: torch.device, seconds: float, lengths: Sequence[int], note: Callable[[str], None]
 ) -> list[Row]:
     """Measure a forward pass of one layer at each length.
 
@@ -115,8 +116,7 @@ def _printed(layer: str, length: int) -> Row:
 def _time_and_memory(
     layer: nn.Module, length: int, device: torch.device, seconds: float, needs: int
 ) -> tuple[float | None, float | None]:
-    free = available_memory(device)
-    if free is not None and needs > free * 0.8:
+    if not _fits(needs, device):
         return None, None
     x = torch.randn(1, length, WIDTH, device=device)
 
@@ -127,12 +127,18 @@ def _time_and_memory(
     return 1e3 * best_time(run, device, seconds), None if peak is None else peak / 1e9
 
 
+def _fits(needs: int, device: torch.device) -> bool:
+    free = available_memory(device)
+    return free is None or needs <= free * 0.8
+
+
 def second_article(device: torch.device, note: Callable[[str], None]) -> list[Row]:
     """Measure the memory of a forward and backward pass of one bidirectional layer.
 
     Returns:
-        {"layer", "keys", "scores_mb", "printed_mb", "peak_mb"}: keys that a query meets, the scores
-        by their shape and as printed, and the measured peak of the whole pass. MB are 2^20 bytes.
+        {"layer", "keys", "needs_gb", "run", "scores_mb", "printed_mb", "peak_mb"}: keys that a
+        query meets, whether the GB needed were there, the scores by their shape and as printed, and
+        the measured peak of the whole pass. MB are 2^20 bytes.
     """
     layers: dict[str, tuple[nn.Module, int]] = {
         "standard": (StandardAttention(causal=False), MEMORY_LENGTH)
@@ -152,11 +158,15 @@ def second_article(device: torch.device, note: Callable[[str], None]) -> list[Ro
             layer(x)[0].sum().backward()
             layer.zero_grad()
 
-        peak = peak_memory_of(run, device)
+        needs = _COPIES_BACKWARD * scores_bytes(BATCH, MEMORY_LENGTH, keys)
+        fits = _fits(needs, device)
+        peak = peak_memory_of(run, device) if fits else None
         rows.append(
             {
                 "layer": name,
                 "keys": keys,
+                "needs_gb": needs / 1e9,
+                "run": fits,
                 "scores_mb": scores_bytes(BATCH, MEMORY_LENGTH, keys) / 2**20,
                 "printed_mb": PRINTED_MEMORY.get(name),
                 "peak_mb": None if peak is None else peak / 2**20,

@@ -35,7 +35,8 @@ def best_time(run: Callable[[], Any], device: torch.device, seconds: float) -> f
 def peak_memory_of(run: Callable[[], Any], device: torch.device) -> int | None:
     """Return the most bytes that a call needs at a time, beside what is there before.
 
-    On a GPU what its allocator gave; on Linux the resident memory of this process; elsewhere None.
+    On a GPU what its allocator gave; on Linux the resident memory of this process; elsewhere, and
+    where the kernel does not let the peak be reset, None.
     """
     gc.collect()
     if device.type == "cuda":
@@ -47,8 +48,11 @@ def peak_memory_of(run: Callable[[], Any], device: torch.device) -> int | None:
     if device.type != "cpu" or sys.platform != "linux":
         return None
     _give_back_free_memory()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts again from here
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak starts again from here
+    except OSError:
+        return None
     before = _resident("VmRSS")
     _finish(run, device)
     return max(0, _resident("VmHWM") - before)

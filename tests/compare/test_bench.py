@@ -18,6 +18,7 @@ from gla.compare.articles import (
     StandardAttention,
     first_article,
     scores_bytes,
+    second_article,
 )
 from gla.compare.cost import causal_presets, crossover, crossovers
 from gla.compare.measure import available_memory, best_time, peak_memory_of
@@ -150,3 +151,31 @@ def test_what_does_not_fit_into_memory_is_not_run(monkeypatch: pytest.MonkeyPatc
     text = article_tables({"first": rows, "second": []})
     assert articles._printed("standard", 16384)["printed_oom"]
     assert "not run: needs 0 GB" in text
+
+
+def test_scores_that_do_not_fit_into_memory_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(articles, "MEMORY_LENGTH", 256)
+    monkeypatch.setattr(articles, "SLOTS", (128,))
+    needs = 5 * scores_bytes(8, 256, 128)  # Linformer's; those of softmax written out are twice it
+    monkeypatch.setattr(articles, "available_memory", lambda _: int(needs * 1.3))
+    rows = second_article(CPU, lambda _: None)
+    run = {"standard": False, "linformer 128": True, "sdpa": True, "linear": True}
+    assert {row["layer"]: row["run"] for row in rows} == run
+    assert {row["layer"]: row["peak_mb"] is not None for row in rows} == run
+    table = article_tables({"first": [], "second": rows}).splitlines()
+    (standard,) = (line for line in table if line.startswith("| standard"))
+    assert standard.endswith("| not run: needs 0 GB |")
+
+
+def test_memory_that_the_kernel_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert peak_memory_of(lambda: None, CPU) is None
+
+
+@pytest.mark.parametrize("command", ["cost", "article"])
+def test_lengths_are_checked(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", command, "--lengths", "64", "0"]) == 2
+    assert "lengths: got (64, 0), expected numbers of tokens" in capsys.readouterr().err
