@@ -186,10 +186,12 @@ def load_suite(
         ConfigError: One line for each fault.
     """
     tables = read_toml(path)
-    sizes = tables.pop("sizes", {})
+    sizes = _sizes(tables)
+    tables.pop("sizes", None)
     if size not in (None, "base"):
         if size not in sizes:
-            raise ConfigError(f"size: got {size!r}, expected {nearest(str(size), sizes)}")
+            known = nearest(str(size), ["base", *sizes])
+            raise ConfigError(f"size: got {size!r}, expected {known}")
         tables = merge(tables, sizes[size])
     for key, text in overrides:
         tables = apply_overrides(tables, [(key, text)])
@@ -214,7 +216,14 @@ def _parts(tables: Table) -> list[Table]:
 
 def sizes_of(path: str | Path) -> list[str]:
     """Return the names below [sizes] of a suite."""
-    return list(read_toml(path).get("sizes", {}))
+    return list(_sizes(read_toml(path)))
+
+
+def _sizes(tables: Table) -> dict[str, Table]:
+    sizes = tables.get("sizes", {})
+    if not isinstance(sizes, dict) or not all(isinstance(x, dict) for x in sizes.values()):
+        raise ConfigError(f"sizes: got {sizes!r}, expected tables [sizes.NAME]; fix sizes")
+    return sizes
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Table:

@@ -6,13 +6,14 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gla.data.children import exit_with_parent
+from gla.data.children import exit_with_parent, started_deaf
 from gla.errors import GlaError
 
 _LEAVE_S = 60  # for a worker that was asked to end: it writes a checkpoint first
@@ -103,7 +104,8 @@ class Workers:
         ours, theirs = context.Pipe()
         arguments = (theirs, str(self._root), device, self._threads)
         process = context.Process(target=_work, args=arguments, daemon=True)
-        process.start()
+        with started_deaf(signal.SIGINT):  # Ctrl-C is for the parent, which asks us to end
+            process.start()
         theirs.close()
         return process, ours
 
@@ -112,7 +114,7 @@ def _work(connection: Any, root: str, device: str, threads: int) -> None:
     """Train the cells whose folders come in, until there are no more."""
     exit_with_parent()
     with contextlib.suppress(OSError, AttributeError):
-        os.setsid()  # Ctrl-C goes to the parent alone, which asks us to end
+        os.setsid()  # a SIGTERM for the group goes to the parent alone: a second one ends at once
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # log.txt of the cell has the notes
     import torch

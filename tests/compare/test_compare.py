@@ -172,6 +172,18 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
             assert pool.idle == 1 and pool._pool[0][0].is_alive()
 
 
+def test_a_worker_does_not_hear_ctrl_c_and_says_what_failed(tmp_path: Path) -> None:
+    (tmp_path / "cells" / "a").mkdir(parents=True)
+    with Workers(tmp_path, ["cpu"], 1) as pool:
+        process = pool._pool[0][0]
+        os.kill(process.pid, signal.SIGINT)  # while it still imports modules
+        pool.give("cells/a")
+        (outcome,) = pool.poll(60)
+        assert outcome.error.startswith("FileNotFoundError: ") and "error.txt" in outcome.error
+        assert "cell.json" in (tmp_path / "cells" / "a" / "error.txt").read_text()
+        assert process.is_alive() and pool.idle == 1
+
+
 @pytest.mark.slow
 def test_sigterm_ends_in_order(suite_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -196,7 +208,7 @@ def test_errors_are_one_line_each(
         assert main(["compare", *map(str, arguments)]) == 2
         return capsys.readouterr().err
 
-    assert "size: got 'gpu', expected one of long" in fails(suite_file, "--size", "gpu")
+    assert "size: got 'gpu', expected one of base, long" in fails(suite_file, "--size", "gpu")
     assert "SUITE: got 'gate', expected a TOML file or 'gates'" in fails("gate")
     assert "got no folder" in fails(suite_file, "--report", "--out", tmp_path / "nowhere")
     assert "got no finished cell" in fails(suite_file, "--report", "--out", tmp_path)

@@ -95,6 +95,14 @@ def test_a_cell_is_known_by_all_that_decides_its_result(suite_file: Path) -> Non
     assert len(before) == 4 and len(digests(("variants.gla.lr", "[1e-3]")) & before) == 3
 
 
+@pytest.mark.parametrize("sizes", ["sizes = 3", "sizes.gpu = 3"])
+def test_sizes_are_tables(suite_file: Path, sizes: str) -> None:
+    suite_file.write_text(f"{sizes}\n" + suite_file.read_text().partition("[sizes")[0])
+    for read in (lambda: load_suite(suite_file, "gpu"), lambda: sizes_of(suite_file)):
+        with pytest.raises(ConfigError, match=r"sizes: got .*, expected tables \[sizes\.NAME\]"):
+            read()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
