@@ -114,7 +114,9 @@ def _work(connection: Any, root: str, device: str, threads: int) -> None:
     """Train the cells whose folders come in, until there are no more."""
     exit_with_parent()
     with contextlib.suppress(OSError, AttributeError):
-        os.setsid()  # a SIGTERM for the group goes to the parent alone: a second one ends at once
+        # A SIGTERM for the group goes to the parent alone: a second one would end us at once. No
+        # setsid: Linux gives each session a share of the CPU, whatever its "nice" says.
+        os.setpgid(0, 0)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # log.txt of the cell has the notes
     import torch

@@ -182,6 +182,9 @@ def test_a_worker_does_not_hear_ctrl_c_and_says_what_failed(tmp_path: Path) -> N
         assert outcome.error.startswith("FileNotFoundError: ") and "error.txt" in outcome.error
         assert "cell.json" in (tmp_path / "cells" / "a" / "error.txt").read_text()
         assert process.is_alive() and pool.idle == 1
+        # Out of the parent's group, which is signalled as a whole, but in its session, to which
+        # Linux gives one share of the CPU: so "nice gla compare" is nice.
+        assert os.getpgid(process.pid) == process.pid and os.getsid(process.pid) == os.getsid(0)
 
 
 @pytest.mark.slow
