@@ -176,7 +176,11 @@ def sample(
 def _penalized(logits: Tensor, sampling: Sampling, counts: Tensor) -> Tensor:
     penalty = sampling.repetition_penalty
     repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(counts > 0, repeated, logits) - sampling.frequency_penalty * counts
+    frequent = sampling.frequency_penalty * counts.to(logits.dtype)
+    # Bounded: extreme penalties give an extreme choice, not the difference of infinities.
+    bound = torch.finfo(logits.dtype).max / 8
+    penalized = repeated.clamp(-bound, bound) - frequent.clamp(-bound, bound)
+    return torch.where((counts > 0) & logits.isfinite(), penalized, logits)
 
 
 def _check_finite(logits: Tensor) -> None:

@@ -10,7 +10,6 @@ Sizes: V vocabulary.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -76,8 +75,8 @@ class Score(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean loss."""
-        return math.exp(self.loss)
+        """exp of the mean loss; infinity where that is too large for a float."""
+        return float(self.losses.double().mean().exp())
 
 
 class Session:
@@ -319,7 +318,9 @@ class Session:
         Raises:
             StateError: as for ``load``; the session stands where it stood.
         """
-        loaded, metadata = state.load(path, self._state, self._decoder.device)
+        # Of a state that has read nothing: how far a cache has grown in this session is no measure.
+        like = SessionState(self._decoder.model.init_state(1), self._state.logits)
+        loaded, metadata = state.load(path, like, self._decoder.device)
         for what, expected in self._fingerprints().items():
             if (got := metadata.get(what)) != expected:
                 raise StateError(

@@ -29,7 +29,8 @@ class Request:
     Attributes:
         max_new_tokens: at most this many tokens.
         sampling: how each is chosen; penalties count what this request has written.
-        stop: the text ends before the first of these strings, wherever token boundaries lie.
+        stop: the text ends before the first of these strings to be complete, wherever token
+            boundaries lie.
         seed: the same seed after the same text gives the same continuation; None differs each time.
         top_logprobs: give each token's log-probability, and those of this many likeliest tokens,
             before penalties, temperature and filters; None gives none.
@@ -154,10 +155,11 @@ class Writer:
         if not self.request.stop:
             return text
         text = self._held + text
-        found = [at for stop in self.request.stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self.request.stop if (at := text.find(stop)) >= 0]
         if found:
             self.finish, self._held, self.unfinished = "stop", "", b""
-            return text[: min(found)]
+            # The one complete first, as if the text came character by character.
+            return text[: min(found)[1]]
         keep = max(map(lambda stop: _overlap(text, stop), self.request.stop))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import gla.generate.session as session_module
 from gla.errors import DataError
 from gla.generate.reading import Reader
-from gla.generate.session import Session
+from gla.generate.session import Score, Session
 
 TEXT = "ab é漢😀 ((x, y))\n    12345  \n\n end"
 DATA = TEXT.encode()
@@ -137,6 +138,10 @@ def test_scores_are_those_of_a_whole_forward_pass(model, tokenizer, monkeypatch,
         torch.testing.assert_close(score.logits, logits, rtol=1e-3, atol=1e-3)
     assert (score.logits is not None) == keep
     assert session.position == len(before) + len(ids)
+
+
+def test_a_perplexity_beyond_floats_is_infinite():
+    assert Score(torch.tensor([0]), torch.tensor([1e4]), None).perplexity == math.inf
 
 
 def test_the_score_of_nothing_is_empty(model, tokenizer):

@@ -60,6 +60,16 @@ def test_saving_changes_nothing_and_a_loaded_session_saves_the_same(saved, run, 
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.parametrize("words", [0, 100, 900])
+def test_a_state_that_has_grown_is_loaded_whatever_this_session_has_read(run, tmp_path, words):
+    session, other = Session.open(run), Session.open(run)
+    session.read("abc de fgh " * 40)
+    session.save(tmp_path / "long.state")
+    other.read("abc " * words)  # its cache is smaller, or larger
+    other.restore(tmp_path / "long.state")
+    assert list(other.generate(9, seed=0)) == list(session.generate(9, seed=0))
+
+
 def test_an_unfinished_character_is_kept(run, tokenizer, tmp_path, monkeypatch):
     ids = iter([tokenizer._byte_ids[byte] for byte in "😀".encode()])
     monkeypatch.setattr(writer_module, "sample", lambda *_: torch.tensor([next(ids)]))

@@ -43,6 +43,14 @@ def test_text_ends_before_the_first_stop_string(tokenizer, text, stop):
     assert writer.finish == ("stop" if ends else "length")
 
 
+def test_a_piece_with_several_stop_strings_ends_as_its_characters_would(tokenizer):
+    text = next(p.decode() for p in tokenizer._bytes if p.isascii() and len(p) > 3)
+    piece, stops = tokenizer.encode(text), [text, text[1:3]]
+    assert len(piece) == 1  # the shorter stop string is complete first, the longer one begins first
+    letters = [tokenizer._byte_ids[byte] for byte in text.encode()]
+    assert ["".join(write(tokenizer, ids, stops)[0]) for ids in (piece, letters)] == [text[0]] * 2
+
+
 def test_text_is_held_back_only_while_it_may_become_a_stop_string(tokenizer):
     ids = [tokenizer._byte_ids[byte] for byte in b"aabaacx"]
     assert write(tokenizer, ids, ["aac"])[0] == ["", "", "aab", "", "", ""]
@@ -67,6 +75,29 @@ def test_penalties_by_hand():
     options = Sampling(repetition_penalty=2.0, frequency_penalty=0.5)
     want = torch.softmax(torch.tensor([[1.0 - 1.0, -2.0 - 0.5, 0.5, 3.0]]).double(), -1)
     torch.testing.assert_close(probabilities(logits, options, counts), want)
+
+
+def test_penalties_are_computed_in_fp64():
+    got = probabilities(torch.zeros(1, 2), Sampling(frequency_penalty=0.1), torch.tensor([[1, 0]]))[
+        0
+    ]
+    assert float(got[0] / got[1]) == pytest.approx(math.exp(-0.1), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({"frequency_penalty": 1e308}, 2),
+        ({"frequency_penalty": -1e308}, 0),
+        ({"repetition_penalty": 1e-308}, 0),
+        ({"repetition_penalty": 1e-308, "frequency_penalty": 1e308}, 2),
+        ({"repetition_penalty": 1e308}, 2),
+    ],
+)
+def test_extreme_penalties_still_choose(options, want):
+    logits, counts = torch.tensor([[5.0, -3, 1, -math.inf]]), torch.tensor([[3, 0, 0, 0]])
+    got = probabilities(logits, Sampling(**options), counts)
+    assert int(got.argmax()) == want and float(got.sum()) == pytest.approx(1)
 
 
 def test_min_p_by_hand():
