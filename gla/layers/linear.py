@@ -17,13 +17,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     A compiled graph gets the product with one row, of a decoded token on a CPU, as sums that the
     compiler makes one loop on all cores; the libraries' own product uses one of them.
     """
-    one_row = x.numel() == x.shape[-1] and x.device.type == "cpu"
-    if not (one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()):
+    if not is_one_compiled_row(x):
         return F.linear(x, weight, bias)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = (weight.to(wide) * x.reshape(1, -1).to(wide)).sum(-1)
-    y = y if bias is None else y + bias.to(wide)
+    y = row_sums(x, weight)
+    y = y if bias is None else y + bias.to(y.dtype)
     return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def is_one_compiled_row(x: Tensor) -> bool:
+    """Whether products with x [..., I] are to be written as sums; see ``linear``."""
+    one_row = x.numel() == x.shape[-1] and x.device.type == "cpu"
+    return one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
+def row_sums(x: Tensor, weight: Tensor) -> Tensor:
+    """x, one row of I numbers, times weight [O, I] of any dtype -> [O] in fp32 or wider."""
+    wide = x.reshape(1, -1).to(torch.promote_types(x.dtype, torch.float32))
+    if wide.dtype != x.dtype:
+        # As strided, x is stored in fp32; else the compiler converts it for each row of weights.
+        wide = wide.as_strided(wide.shape, wide.stride())
+    return (weight.to(wide.dtype) * wide).sum(-1)
 
 
 class Linear(nn.Linear):

@@ -69,6 +69,22 @@ def test_one_row_of_a_compiled_graph_is_the_same_product():
             torch.testing.assert_close(compiled(x, weight, bias), linear(x, weight, bias))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_int8_row_of_a_compiled_graph_is_the_product_with_its_integers(dtype):
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 100), torch.randn(100).to(dtype)
+    layer = Int8Linear(weight, torch.ones(40)).to(dtype)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    integers = layer.weight[:40].double() * layer.scale[:40].double().unsqueeze(1)
+    want = x.double() @ integers.T
+    for shape in ((100,), (1, 100), (1, 1, 100)):
+        with torch.no_grad():
+            got = compiled(x.view(shape)).double() - 1
+        assert got.shape == (*shape[:-1], 40)
+        error = (got.flatten() - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert error < (1e-6 if dtype == torch.float32 else 0.004)  # the rounding of the result
+
+
 def test_a_compiled_step_writes_over_its_state(tokenizer, monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))
