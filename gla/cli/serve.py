@@ -34,15 +34,16 @@ def serve(
     """Serve a run: an OpenAI-style /v1/completions, named states, and a page to try it at /.
 
     There is no authentication: whoever reaches the address may use it. Ctrl-C or SIGTERM lets
-    running requests end, saves all states and leaves. Needs aiohttp: pip install 'gla[serve]'.
+    running requests end, saves all states and leaves; a second one ends the requests at once.
+    Needs aiohttp: pip install 'gla[serve]'.
 
     Args:
         run: Folder of the run, or of one of its checkpoints.
         host: Address to listen on; only this machine reaches the default.
         port: 0 takes a free one; the address is printed.
-        states: Folder of the named states; RUN/states by default.
+        states: Folder of the named states, of no other server; RUN/states by default.
         max_body: Largest request, in bytes.
-        max_tokens: Most tokens that a request may ask for.
+        max_tokens: Most tokens that a request may ask for, in each of its texts.
         max_states: Most named states.
         concurrency: Texts that are read or written at the same time.
         queue: Texts that may wait; more are refused with 429.

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib import resources
 from typing import Any
 
@@ -30,8 +31,8 @@ from gla.serve.protocol import CompletionBody, StateBody
 from gla.serve.scheduler import Job, Scheduler
 from gla.serve.states import StateStore
 
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _BODY_SECONDS = 30  # a body that takes longer to arrive is refused
+_READ_SECONDS = 30  # a client that takes no piece of a stream for longer has left
 _SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
@@ -61,6 +62,7 @@ class Server:
         self._limits = limits
         self._local = local
         self._scheduler = Scheduler(limits)
+        self._posts = 0  # requests whose body is in memory
 
     def application(self) -> web.Application:
         """The routes, ready to run; shutting it down saves all states."""
@@ -72,20 +74,28 @@ class Server:
         app.router.add_get("/v1/states", self._list_states)
         app.router.add_post("/v1/states", self._make_state)
         app.router.add_delete("/v1/states/{name:.+}", self._delete_state)
-        app.on_shutdown.append(self._shut_down)
+        app.on_shutdown.append(self._end_requests)
+        app.on_cleanup.append(self._save_states)  # when all answers have been sent
         return app
 
-    async def _shut_down(self, app: web.Application) -> None:
+    def cut(self) -> None:
+        """While the server stops: end the requests that still run at once."""
+        self._scheduler.cut()
+
+    async def _end_requests(self, app: web.Application) -> None:
         await asyncio.to_thread(self._scheduler.close, self._limits.grace)
+
+    async def _save_states(self, app: web.Application) -> None:
         await asyncio.to_thread(self._store.close)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn refusals into JSON; let no page of another site use the browser of our user."""
         try:
-            if self._local and _hostname(request.host) not in _LOCAL_NAMES:
+            if self._local and not is_local(_hostname(request.host)):
                 raise Refusal(403, f"Host: got {request.host[:100]!r}, expected a local name")
-            response = await handler(request)
+            with self._counted(request):
+                response = await handler(request)
         except Refusal as refusal:
             response = _refused(refusal)
         except web.HTTPRequestEntityTooLarge:
@@ -96,6 +106,24 @@ class Server:
         if not response.prepared:
             response.headers.update(_SECURITY_HEADERS)
         return response
+
+    @contextlib.contextmanager
+    def _counted(self, request: web.Request) -> Iterator[None]:
+        """Bound the memory of bodies that arrive, and of answers that nobody takes."""
+        if request.method != "POST":
+            yield
+            return
+        if self._posts >= (most := self._limits.concurrency + self._limits.queue):
+            raise Refusal(
+                429,
+                f"server: got more than {most} requests at once, expected fewer; fix by asking "
+                "again later",
+            )
+        self._posts += 1
+        try:
+            yield
+        finally:
+            self._posts -= 1
 
     async def _page(self, request: web.Request) -> web.Response:
         page = resources.files("gla.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -147,9 +175,14 @@ class Server:
             "model": self._name,
         }
         async with self._submitted(work):
-            if body.stream:
+            if not body.stream:
+                return await self._whole(body, work, head)
+            try:
                 return await self._stream(request, body, work, head)
-            return await self._whole(body, work, head)
+            except TimeoutError:
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionResetError("the client takes nothing") from None
 
     async def _whole(self, body: CompletionBody, work: _Work, head: dict[str, Any]) -> web.Response:
         tokens: list[list[Token]] = [[] for _ in work.jobs]
@@ -194,7 +227,7 @@ class Server:
         assert response is not None
         if body.stream_options is not None and body.stream_options.include_usage:
             await _send(response, {**head, "choices": [], "usage": work.usage()})
-        await response.write(b"data: [DONE]\n\n")
+        await _write(response, b"data: [DONE]\n\n")
         return response
 
     def _logprobs(
@@ -218,6 +251,10 @@ class Server:
         if request.content_type != "application/json":
             raise Refusal(
                 415, f"Content-Type: got {request.content_type[:100]!r}, expected application/json"
+            )
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise Refusal(
+                415, "Content-Encoding: got one, expected none; fix by sending plain JSON"
             )
         try:
             async with asyncio.timeout(_BODY_SECONDS):
@@ -276,7 +313,20 @@ class _Work:
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await _write(response, b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    async with asyncio.timeout(_READ_SECONDS):
+        await response.write(data)
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or address is one of this machine that no other site can take."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _hostname(host: str) -> str:

@@ -22,9 +22,11 @@ from gla.serve.limits import Limits, Refusal
 from gla.tables import describe_faults
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+# One fault is told, not one for each of a million items.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Stops = Annotated[list[str], Field(fail_fast=True, max_length=16)]
 Body = TypeVar("Body", bound=BaseModel)
 
-_MAX_STOPS = 16
 _MAX_LOGPROBS = 20
 
 
@@ -42,7 +44,7 @@ class CompletionBody(_Strict):
     """Body of POST /v1/completions."""
 
     model: str | None = None
-    prompt: str | list[str] = ""
+    prompt: str | Texts = ""
     max_tokens: Annotated[int, Field(ge=0)] = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,7 +53,7 @@ class CompletionBody(_Strict):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     n: Annotated[int, Field(ge=1)] = 1
-    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop: str | Stops | None = None
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     stream: bool = False
@@ -63,7 +65,7 @@ class CompletionBody(_Strict):
     best_of: int | None = None
     suffix: str | None = None
     presence_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
 
 
 class StateBody(_Strict):
@@ -87,6 +89,9 @@ def parse(kind: type[Body], data: bytes) -> Body:
         raise Refusal(400, f"body: got no JSON ({str(reason)[:100]}), expected an object") from None
     if not isinstance(table, dict):
         raise Refusal(400, f"body: got {type(table).__name__}, expected a JSON object")
+    unknown = next((key for key in table if key not in kind.model_fields), None)
+    if unknown is not None:  # one of them is told, as above
+        table = {unknown: table[unknown]}
     try:
         return kind.model_validate(table)
     except ValidationError as error:
@@ -102,11 +107,12 @@ def prompts_of(body: CompletionBody, limits: Limits) -> list[str]:
     """
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     choices = len(prompts) * body.n
-    if not 1 <= choices <= limits.choices:
+    most = min(limits.choices, limits.concurrency + limits.queue)  # more would never find room
+    if not 1 <= choices <= most:
         raise Refusal(
             400,
-            f"prompt: got {len(prompts)} prompts × n = {body.n}, expected 1 to {limits.choices} "
-            "texts; fix n or send several requests",
+            f"prompt: got {len(prompts)} prompts × n = {body.n}, expected 1 to {most} texts; fix n "
+            "or send several requests",
         )
     if body.max_tokens > limits.tokens:
         raise Refusal(
@@ -188,9 +194,19 @@ def logprobs_object(
     return {
         "tokens": [_spelled(token.data) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{_spelled(spell(i)): p for i, p in token.top} for token in tokens],
+        "top_logprobs": [_by_spelling(token.top, spell) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _by_spelling(
+    top: Sequence[tuple[int, float]], spell: Callable[[int], bytes]
+) -> dict[str, float]:
+    """The likeliest tokens by their text; of two that are spelled alike, the likelier."""
+    found: dict[str, float] = {}
+    for token, logprob in top:  # likeliest first
+        found.setdefault(_spelled(spell(token)), logprob)
+    return found
 
 
 def usage_object(read: int, written: int) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import signal
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from aiohttp import web
 
 from gla.errors import ConfigError
 from gla.generate.session import Session
-from gla.serve.app import Server
+from gla.serve.app import Server, is_local
 from gla.serve.limits import Limits
 from gla.serve.states import StateStore
 
@@ -20,6 +19,8 @@ def serve_forever(
     session: Session, name: str, states: Path, limits: Limits, host: str, port: int
 ) -> None:
     """Serve until SIGINT or SIGTERM; then let requests end, save all states, and return.
+
+    A second signal ends the requests at once.
 
     Prints one line with the address once it is open.
 
@@ -41,7 +42,7 @@ async def _serve(
     session: Session, name: str, states: Path, limits: Limits, host: str, port: int
 ) -> None:
     store = StateStore(states, session, limits)
-    server = Server(session, name, store, limits, local=_is_local(host))
+    server = Server(session, name, store, limits, local=is_local(host))
     runner = web.AppRunner(
         server.application(),
         handler_cancellation=True,  # a client that leaves ends its jobs
@@ -51,15 +52,22 @@ async def _serve(
     await runner.setup()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if stop.is_set():
+            server.cut()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end)
     try:
         site = web.TCPSite(runner, host, port)
         try:
             await site.start()
-        except OSError as reason:
+        except (OSError, UnicodeError) as reason:
+            why = getattr(reason, "strerror", None) or reason
             raise ConfigError(
-                f"host, port: got {host}:{port}, which cannot be opened ({reason.strerror}), "
+                f"host, port: got {host}:{port}, which cannot be opened ({why}), "
                 "expected a free address of this machine; fix with --port"
             ) from None
         shown = f"[{host}]" if ":" in host else host
@@ -68,10 +76,3 @@ async def _serve(
         print("stopping: running requests end, states are saved", flush=True)
     finally:
         await runner.cleanup()
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

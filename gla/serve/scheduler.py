@@ -2,7 +2,8 @@
 
 Jobs wait in a queue for a place. The thread goes round: each job that still reads gets one piece of
 its text read, then every job that writes gets one token, all in one step of a batch. So a long text
-never holds up those who are writing for more than a piece. No other thread touches the model.
+never holds up those who are writing for more than a piece of each. No other thread touches the
+model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from gla.errors import ConfigError, GlaError
+from gla.errors import GlaError
 from gla.generate.batch import Batch, Row
 from gla.generate.reading import Reader
 from gla.generate.session import Session
@@ -21,6 +22,8 @@ from gla.generate.writer import Request, Token
 from gla.serve.limits import Limits, Refusal
 
 PIECE_CHARACTERS = 2048  # read at once while others write
+# A word is read at once too, and looked through again with each piece: longer ones are refused.
+LONGEST_WORD = 4 * PIECE_CHARACTERS
 
 _log = logging.getLogger("gla.serve")
 
@@ -98,8 +101,10 @@ class Scheduler:
 
     def cancel(self, jobs: list[Job]) -> None:
         """Stop jobs whose answer nobody waits for; their ``done`` is not called."""
-        for job in jobs:
-            job.cancelled = True
+        with self._wake:
+            for job in jobs:
+                job.cancelled = True
+            self._queue = deque(job for job in self._queue if not job.cancelled)
 
     def load(self) -> tuple[int, int]:
         """Texts at work and texts that wait."""
@@ -119,8 +124,12 @@ class Scheduler:
             self._closing = True
             self._wake.notify()
         self._thread.join(grace)
-        self._cut = True
+        self.cut()
         self._thread.join()
+
+    def cut(self) -> None:
+        """End the grace of ``close``."""
+        self._cut = True
 
     def _run(self) -> None:
         while True:
@@ -130,21 +139,18 @@ class Scheduler:
                 self._admit()
                 if self._closing and not (self._reading or self._writing):
                     return
-            if self._cut:
-                self._cut_short()
-                continue
-            self._guard(self._round)
+            self._guard(self._cut_short if self._cut else self._round)
 
     def _guard(self, work: Callable[[], None]) -> None:
         """A fault that no request can be blamed for ends all that are at work, not the server."""
         try:
             work()
-        except Exception:
-            _log.exception("a step failed; the requests at work are refused")
+        except Exception as reason:
+            refusal = _refusal(reason)
             broken = [*self._reading, *self._writing.values()]
             self._reading, self._writing, self._batch = [], {}, Batch()
             for job in broken:
-                self._end(job, error=Refusal(500, "server: got an internal fault; see its log"))
+                self._end(job, error=refusal)
 
     def _admit(self) -> None:
         while self._queue and len(self._reading) + len(self._writing) < self._limits.concurrency:
@@ -154,10 +160,8 @@ class Scheduler:
         for job in list(self._reading):
             try:
                 self._read(job)
-            except Refusal as refusal:
-                self._end(job, error=refusal)
-            except GlaError as reason:
-                self._end(job, error=Refusal(400, str(reason)))
+            except Exception as reason:
+                self._end(job, error=_refusal(reason))
         gone = [row for row, job in self._writing.items() if job.cancelled]
         self._batch.leave(gone)
         for row in gone:
@@ -177,6 +181,12 @@ class Scheduler:
         piece = next(job.pieces, None)
         if piece is not None:
             job.session.read(piece)
+            if job.session.waiting > LONGEST_WORD:
+                raise Refusal(
+                    400,
+                    f"text: got a word of more than {LONGEST_WORD} characters, expected shorter "
+                    "ones; fix by breaking it",
+                )
             return
         job.read += job.session.position
         if job.request is None:
@@ -226,7 +236,16 @@ class Scheduler:
         if error is None and job.done and job.session and not job.cancelled:
             try:
                 job.done(job.session)
-            except (Refusal, ConfigError) as reason:
-                refusal = reason if isinstance(reason, Refusal) else Refusal(400, str(reason))
-                job.finish, job.error = None, refusal
+            except Exception as reason:
+                job.finish, job.error = None, _refusal(reason)
         job.emit(job)
+
+
+def _refusal(reason: Exception) -> Refusal:
+    """What a client is told; what it cannot have caused is told to the log."""
+    if isinstance(reason, Refusal):
+        return reason
+    if isinstance(reason, GlaError):
+        return Refusal(400, str(reason))
+    _log.error("a request is refused for a fault of the server", exc_info=reason)
+    return Refusal(500, "server: got an internal fault; see its log")

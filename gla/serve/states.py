@@ -6,18 +6,23 @@ path. A state is in memory before it is on the disk; one thread writes, and ``cl
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gla import storage
-from gla.errors import StateError
+from gla.errors import ConfigError, StateError
 from gla.generate.session import Session
 from gla.serve.limits import Limits, Refusal
+
+_log = logging.getLogger("gla.serve")
 
 
 class Kept(NamedTuple):
@@ -39,10 +44,15 @@ class StateStore:
         folder: where the files are; made if it is missing.
         root: a session of the model, whose forks load the files.
         limits: how many states there may be.
+
+    Raises:
+        ConfigError: another process keeps its states there.
     """
 
     def __init__(self, folder: Path, root: Session, limits: Limits) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._alone = contextlib.ExitStack()
+        self._alone.enter_context(storage.locked(folder / ".lock", lambda pid: _busy(folder, pid)))
         storage.remove_leftovers(folder)
         self._folder = folder
         self._root = root
@@ -51,7 +61,8 @@ class StateStore:
         self._memory: OrderedDict[str, Session] = OrderedDict()  # the last used at the end
         self._writer = ThreadPoolExecutor(1, "gla-states")
         self._unwritten: dict[str, Future[None]] = {}
-        self._known = {kept.name: kept for kept in map(_describe, folder.glob("*.json")) if kept}
+        described = map(self._describe, folder.glob("*.json"))
+        self._known = {kept.name: kept for kept in described if kept}
 
     def list(self) -> list[Kept]:
         """All states, by name."""
@@ -101,9 +112,10 @@ class StateStore:
         session = session.fork()
         kept = Kept(name, session.position)
         with self._lock:
+            future = self._submit(self._write, kept, session)
             self._known[name] = kept
             self._keep(name, session)
-            self._unwritten[name] = self._writer.submit(self._write, kept, session)
+            self._unwritten[name] = future
         return kept
 
     def delete(self, name: str) -> None:
@@ -113,20 +125,41 @@ class StateStore:
             Refusal: there is none.
         """
         with self._lock:
-            if self._known.pop(name, None) is None:
+            if name not in self._known:
                 raise Refusal(404, f"state: got {name!r}, expected one of GET /v1/states")
+            self._unwritten[name] = self._submit(self._remove, name)
+            del self._known[name]
             self._memory.pop(name, None)
-            self._unwritten[name] = self._writer.submit(self._remove, name)
 
     def close(self) -> None:
-        """Wait until all is on the disk.
+        """Wait until all is on the disk; try once more what the disk has refused.
 
         Raises:
-            OSError: the disk refused a write; the message is that of the first.
+            OSError: it refuses still; the message is that of the first state.
         """
         self._writer.shutdown(wait=True)
-        for future in self._unwritten.values():
-            future.result()
+        refused: list[OSError] = []
+        for name, future in self._unwritten.items():
+            if _written(future):
+                continue
+            try:
+                if name in self._known:
+                    self._write(self._known[name], self._memory[name])
+                else:
+                    self._remove(name)
+            except OSError as reason:
+                refused.append(reason)
+        self._alone.close()
+        if refused:
+            raise refused[0]
+
+    def _submit(self, work: Callable[..., None], *given: Any) -> Future[None]:
+        try:
+            future = self._writer.submit(work, *given)
+        except RuntimeError:  # it was closed
+            raise Refusal(503, "server: got a request while it stops, expected none") from None
+        future.add_done_callback(_tell)
+        return future
 
     def _keep(self, name: str, session: Session) -> None:
         """Keep in memory; what was not used for longest goes, unless it is still to be written."""
@@ -148,6 +181,15 @@ class StateStore:
         for suffix in (".json", ".state"):
             self._file(name, suffix).unlink(missing_ok=True)
 
+    def _describe(self, file: Path) -> Kept | None:
+        """What a description says; None if it is damaged: its state is not offered."""
+        try:
+            kept = Kept(**json.loads(file.read_bytes()))
+            right = isinstance(kept.position, int) and self._file(kept.name, ".json") == file
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return None
+        return kept if right else None
+
     def _file(self, name: str, suffix: str) -> Path:
         return self._folder / (hashlib.sha256(name.encode()).hexdigest()[:40] + suffix)
 
@@ -156,9 +198,13 @@ def _written(future: Future[None]) -> bool:
     return future.done() and future.exception() is None
 
 
-def _describe(file: Path) -> Kept | None:
-    """What a description says; None if it is damaged: its state is not offered."""
-    try:
-        return Kept(**json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+def _tell(future: Future[None]) -> None:
+    if (reason := future.exception()) is not None:
+        _log.error("a state is in memory only, and is written again at the end: %s", reason)
+
+
+def _busy(folder: Path, process: str) -> ConfigError:
+    return ConfigError(
+        f"states: got {folder}, where process {process} keeps its states, expected no other; fix "
+        "with --states"
+    )

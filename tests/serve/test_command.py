@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import shutil
@@ -33,26 +34,56 @@ def run(session, tokenizer_dir, tmp_path):
     return folder
 
 
-@pytest.mark.slow
-def test_serve_answers_and_saves_when_it_is_told_to_stop(run, session):
+@contextlib.contextmanager
+def serving(run, *options):
+    """A server process and the port on which it listens."""
     command = [sys.executable, "-m", "gla", "serve", str(run), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
         line = process.stdout.readline()
         assert line.startswith("serving tiny on http://127.0.0.1:")
-        connection = http.client.HTTPConnection("127.0.0.1", int(line.rsplit(":", 1)[1]))
-        body = {"prompt": "the", "max_tokens": 5, "temperature": 0, "save_state": "a"}
-        sent = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), sent)
-        answer = json.loads(connection.getresponse().read())
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, process.stderr.read()
+        yield process, int(line.rsplit(":", 1)[1])
     finally:
         process.kill()
+        process.wait()
+
+
+def ask(port, body):
+    """A connection that has sent a greedy completion."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    body = {"prompt": "the", "temperature": 0, "save_state": "a", **body}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    return connection
+
+
+@pytest.mark.slow
+def test_serve_answers_and_saves_when_it_is_told_to_stop(run, session):
+    with serving(run) as (process, port):
+        answer = json.loads(ask(port, {"max_tokens": 5}).getresponse().read())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
     fork = session.fork()
     fork.read("the")
     assert answer["choices"][0]["text"] == "".join(fork.generate(5, temperature=0))
+    assert len(list((run / "states").glob("*.state"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_grace(run, number):
+    with serving(run, "--max-tokens", "1000000", "--grace", "600") as (process, port):
+        connection = ask(port, {"max_tokens": 1_000_000, "stream": True})
+        response = connection.getresponse()
+        process.send_signal(number)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("stopping: ")
+        process.send_signal(number)
+        events = response.read().decode()
+        assert '"finish_reason": "shutdown"' in events and events.endswith("data: [DONE]\n\n")
+        assert process.wait(30) == 0
     assert len(list((run / "states").glob("*.state"))) == 1
 
 

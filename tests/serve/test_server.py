@@ -224,7 +224,7 @@ def test_a_full_queue_refuses_clearly(start):
         by_status[status] = by_status.get(status, 0) + 1
     assert set(by_status) == {200, 429} and by_status[200] >= 3
     refused = next(answer for status, answer in answers if status == 429)
-    assert refused["error"]["message"].startswith("server: got more than 1 texts")
+    assert refused["error"]["message"].startswith("server: got more than 3 requests at once")
     texts = {a["choices"][0]["text"] for status, a in answers if status == 200}
     assert len(texts) == 1
 
