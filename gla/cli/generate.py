@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,13 @@ def generate(
             "stdin: got --stdin with --interactive, which reads it too, expected one of them; fix "
             "with --prompt-file"
         )
+    if state_out is not None and (state_out.is_dir() or not state_out.parent.is_dir()):
+        raise ConfigError(
+            f"state_out: got {state_out}, expected a file in a folder that is there; fix by making "
+            "the folder"
+        )
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack characters that come out
+        sys.stdout.reconfigure(errors="backslashreplace")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty)
     request = Request(max_new_tokens, sampling, stop, seed)
     where = str(resolve_device(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,9 +18,11 @@ HELP = """\
 A line is read, with its end, and continued. Ctrl-C ends a continuation; Ctrl-D leaves.
 /fork NAME     go on in the branch NAME, made here if there is none; the first one is "main"
 /save FILE     write the state of this branch
-/rewind [N]    undo the last N turns of this branch (1)
+/rewind [N]    undo the last N turns of this branch (1); the last 100 are kept
 /help          this text
 /quit          leave"""
+
+_KEPT_TURNS = 100  # each holds a copy of the state
 
 
 class _Branch:
@@ -47,9 +50,11 @@ class _Talk:
     def turn(self, line: str) -> None:
         """Read a line and print how it goes on."""
         session = self.branch.session
-        self.branch.marks.append(session.mark())
-        session.read(line)
+        mark = session.mark()
         with interruptible() as interrupted:
+            session.read(line)
+            self.branch.marks.append(mark)  # not of a line that was refused
+            del self.branch.marks[:-_KEPT_TURNS]
             for token in session.generate_tokens(self.request):
                 print(token.text, end="", flush=True)
                 if interrupted():
@@ -92,6 +97,8 @@ def converse(session: Session, request: Request) -> int:
         The exit code: 0, or 130 after Ctrl-C at the prompt.
     """
     talk = _Talk(session, request)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is refused line by line
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -110,5 +117,7 @@ def converse(session: Session, request: Request) -> int:
                 print(f"{command}: got an unknown command; /help lists them", file=sys.stderr)
             else:
                 talk.turn(line)
+        except BrokenPipeError:  # nobody listens any more
+            raise
         except (GlaError, OSError) as reason:  # the conversation goes on
             print(reason, file=sys.stderr)
