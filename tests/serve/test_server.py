@@ -201,6 +201,8 @@ def test_other_refusals(server):
         b"Content-Length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nZZ\r\n\r\n",
     ],
 )
 def test_what_is_no_http_is_refused_and_the_server_lives(server, sent):
