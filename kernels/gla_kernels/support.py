@@ -116,7 +116,7 @@ def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Confi
     hopper = device.capability in ((9, 0), (10, 0), (10, 3)) and not wide
     small = not hopper or max(BK, BV) > 128
     roomy = device.capability in ((8, 0), (8, 6), (8, 9), (10, 0), (10, 3))
-    narrow = BV > 128 or (gated and not wide and not roomy)
+    narrow = BV > 128 or (gated and (wide or not roomy))
     return Config(
         C=32 if small else 64,
         BK=BK,
@@ -125,7 +125,7 @@ def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Confi
         grad_BV=BV,
         sweep_warps=8,
         grad_warps=8,
-        stages=1 if small else 3,
+        stages=3 if device.capability == (9, 0) and not small else 2,
     )
 
 
