@@ -181,7 +181,8 @@ def plot(figures: dict[str, Any], path: str) -> None:
     axes = figure.add_subplot(xlabel="notes over the run", ylabel="resident memory (MB)")
     for name, row in figures["memory"].items():
         axes.plot([x / 1e6 for x in row["resident_bytes"]], label=name)
-    axes.set_ylim(bottom=0)
+    most = max(max(row["resident_bytes"]) for row in figures["memory"].values())
+    axes.set_ylim(0, 1.1 * most / 1e6)
     axes.legend()
     figure.savefig(path, dpi=120)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,8 @@ def _show(summary: Mapping[str, Any]) -> None:
             verdict = variant.get("verdict", "baseline")
             parameters = f"{variant['parameters']:,}"
             table.add_row(name, with_diverged(variant), difference, verdict, parameters)
-        Console().print(table)
+        # Off a terminal rich takes 80 columns, and would cut names.
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def _show_plan(figures: Mapping[str, Any]) -> None:
