@@ -124,15 +124,21 @@ def test_marks_and_forks_survive_compiled_steps(tokenizer, monkeypatch):
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 def test_the_compiler_of_the_cpu_gives_the_same(tokenizer, weights):
     torch.compiler.reset()
-    model = narrow(make_model(config=CONSTANT), weights)
-    plain, compiled = Decoder(model), Decoder(model, compiled=True)
-    limit = 1e-4 if weights == "fp32" else 0.1
+    exact, model = make_model(config=CONSTANT), narrow(make_model(config=CONSTANT), weights)
+    decoders = [Decoder(exact), Decoder(model), Decoder(model, compiled=True)]
     for rows in (1, 3):
-        ours, theirs = model.init_state(rows), model.init_state(rows)
+        states = [decoder.model.init_state(rows) for decoder in decoders]
+        steps = []
         for i in range(8):
-            want, ours = plain.step(torch.arange(rows) + i, ours)
-            got, theirs = compiled.step(torch.arange(rows) + i, theirs)
-            torch.testing.assert_close(got, want, rtol=limit, atol=limit * float(want.std()))
+            logits = []
+            for n, decoder in enumerate(decoders):
+                y, states[n] = decoder.step(torch.arange(rows) + i, states[n])
+                logits.append(y.float().clone())
+            steps.append(torch.stack(logits))
+        want, plain, compiled = torch.stack(steps, 1)
+        # Both round as they go, in another order: the compiled one must be as near to fp32.
+        eager, ours = ((x - want).square().mean().sqrt() for x in (plain, compiled))
+        assert ours <= 1.2 * eager + 1e-4 * want.std()
 
 
 def test_a_state_that_grows_is_not_compiled(tokenizer):
