@@ -188,7 +188,7 @@ def _show_cost(figures: Mapping[str, Any]) -> None:
                 values = [found[variant, length] for length in lengths]
                 cells = [_number(None if v is None else v * scale) for v in values]
                 table.add_row(variant, *cells)
-            Console().print(table)
+            Console(width=None if sys.stdout.isatty() else 120).print(table)
     for line in crossover_lines(figures["crossovers"]):
         print(line)
 
