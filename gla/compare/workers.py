@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import traceback
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +104,6 @@ class Workers:
         ours, theirs = context.Pipe()
         arguments = (theirs, str(self._root), device, self._threads)
         process = context.Process(target=_work, args=arguments, daemon=True)
-        resource_tracker.ensure_running()  # begun with the first child, it would unblock SIGINT
         with started_deaf(signal.SIGINT):  # Ctrl-C is for the parent, which asks us to end
             process.start()
         theirs.close()

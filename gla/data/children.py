@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 STOPS = (signal.SIGINT, signal.SIGTERM)  # a terminal or a scheduler sends them to a whole group
 
@@ -19,6 +20,7 @@ def started_deaf(*numbers: signal.Signals) -> Iterator[None]:
     They inherit the blocked signals, and so are deaf while they still import modules; a handler
     that they set themselves would come too late. A signal for this process waits until the end.
     """
+    resource_tracker.ensure_running()  # begun with the first child, it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -95,8 +95,9 @@ def test_workers_do_not_outlive_a_killed_process(make_split: Split) -> None:
     raise AssertionError("the worker lives on")
 
 
+# The handler is set, as a process begun in the background of a script has SIGINT ignored.
 SLOW = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from gla.data import encode
 from gla.data.corpus import Document
@@ -107,6 +108,7 @@ def documents():
     print("the workers wait", flush=True)
     time.sleep(60)
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     encode._BATCH_CHARACTERS = 1
     try:
         for _ in encode.encode(documents(), Path(sys.argv[1]), 2):
