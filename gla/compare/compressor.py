@@ -8,7 +8,6 @@ Sizes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from gla.layers.linear import Linear
 from gla.layers.norms import RMSNorm
 from gla.models.config import ModelConfig
+from gla.models.encoder import sinusoids
 from gla.models.language_model import LanguageModel, LanguageModelOutput
 from gla.state import ModelState
 
@@ -32,6 +32,7 @@ class Compressor(LanguageModel):
     def __init__(self, config: ModelConfig, length: int) -> None:
         super().__init__(config)
         width, eps = config.d_model, config.norm_eps
+        self.head = None
         self.decoder = nn.Sequential(
             RMSNorm(width, eps),
             Linear(width, width, bias=True),
@@ -42,7 +43,8 @@ class Compressor(LanguageModel):
             RMSNorm(width, eps),
             Linear(width, config.vocab_size, bias=True),
         )
-        self.register_buffer("places", _code_of_places(length, width), persistent=False)
+        places = sinusoids(torch.arange(length), width)
+        self.register_buffer("places", places, persistent=False)
 
     def forward(
         self,
@@ -57,10 +59,3 @@ class Compressor(LanguageModel):
         places = cast(Tensor, self.places)[: tokens.shape[1]]
         h = self.features(tokens)[:, -1:] + places
         return LanguageModelOutput(self.decoder(h), None)
-
-
-def _code_of_places(length: int, width: int) -> Tensor:
-    """Sines and cosines of Vaswani et al. 2017 (arXiv 1706.03762): fp32 [length, width]."""
-    rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    angles = torch.arange(length).unsqueeze(1) * rates
-    return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :width].contiguous()

@@ -287,7 +287,7 @@ def _recipe(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
         options = made.model_dump(mode="json")
         _refuse_idle(suite.tasks[task], recipe)
         recipe["data"] = {"path": f"task:{kind}"}
-        _settle(recipe, "model", "vocab_size", made.vocabulary)
+        _settle(recipe, "model", "vocab_size", made.vocab_size)
         _settle(recipe, "train", "seq_len", max(part.length for part, _ in made.parts()))
     steps = recipe["train"].get("steps", 1)
     for section, parts in (("eval", _PARTS * 2), ("checkpoint", _PARTS), ("metrics", _LINES)):

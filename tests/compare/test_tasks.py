@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gla.compare.tasks import KINDS, Task, build_task
-from gla.compare.tasks.base import IGNORE, draw_distinct
+from gla.compare.tasks.base import draw_distinct
+from gla.data.loader import IGNORE
 from gla.errors import ConfigError
 
 Row = np.ndarray
@@ -17,7 +18,7 @@ Solver = Callable[[Task, Row], dict[int, int]]  # a row of tokens -> the token a
 
 def last_value_of_keys(task: Task, row: Row) -> dict[int, int]:
     """MQAR: read pairs; a key that no value follows is a query."""
-    half = task.vocabulary // 2
+    half = task.vocab_size // 2
     known: dict[int, int] = {}
     answers: dict[int, int] = {}
     for place, token in enumerate(row[:-1]):
@@ -48,7 +49,7 @@ def digits_of_the_text(task: Task, row: Row) -> dict[int, int]:
 
 
 def value_of_a_known_key(task: Task, row: Row) -> dict[int, int]:
-    real = task.vocabulary - getattr(task, "noise_tokens", 0)
+    real = task.vocab_size - getattr(task, "noise_tokens", 0)
     known, answers = {}, {}
     for place in range(0, len(row), 2):
         key = row[place]
@@ -63,9 +64,9 @@ def value_of_a_known_key(task: Task, row: Row) -> dict[int, int]:
 
 def value_of_a_known_motif(task: Task, row: Row) -> dict[int, int]:
     """Motifs are runs of one half of the vocabulary; keys in tests have three tokens."""
-    half = (task.vocabulary - 1) // 2
+    half = (task.vocab_size - 1) // 2
     runs: list[list[int]] = []
-    places = [p for p in range(len(row)) if row[p] < task.vocabulary - 1]
+    places = [p for p in range(len(row)) if row[p] < task.vocab_size - 1]
     for place in places:
         starts = row[place] < half and (not runs or row[runs[-1][-1]] >= half)
         ends = row[place] >= half and row[runs[-1][-1]] < half
@@ -125,7 +126,7 @@ def test_a_solver_answers_every_target(table: dict, solve: Solver) -> None:
     task = build_task(table)
     tokens, targets = task.make(rng(), 40, False)
     assert tokens.shape == targets.shape and tokens.min() >= 0
-    assert tokens.max() < task.vocabulary
+    assert tokens.max() < task.vocab_size
     for row, asked in zip(tokens, targets, strict=True):
         answers = solve(task, row)
         wanted = {int(place): asked[place] for place in np.flatnonzero(asked != IGNORE)}

@@ -6,7 +6,7 @@ nothing is asked. Sizes: N examples, T tokens of one, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
-IGNORE = -100
 _DRAWN_AT_ONCE = 1 << 24  # random numbers in memory
 
 Ints = NDArray[np.int64]
@@ -49,6 +48,7 @@ class Task(BaseModel):
 
     Attributes:
         kind: Names the task.
+        vocab_size: V.
         length: T.
         train_examples: Examples of a fixed training set that is read again in new orders; None:
             every update has fresh ones.
@@ -60,15 +60,11 @@ class Task(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     kind: str
+    vocab_size: Count
     length: Count
     train_examples: Count | None = None
     test_examples: Count = 1000
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        raise NotImplementedError
 
     @property
     def chance(self) -> float:
@@ -92,6 +88,10 @@ class Task(BaseModel):
     def cases(self) -> list[Case]:
         """Return the tests that follow training, the axis that matters most last."""
         return []
+
+    def at_lengths(self, lengths: Sequence[int]) -> list[Case]:
+        """Return tests of this task at other lengths."""
+        return [Case({"length": t}, self.model_copy(update={"length": t})) for t in lengths]
 
 
 def draw_distinct(

@@ -10,7 +10,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from gla.compare.tasks.base import IGNORE, Case, Count, Examples, Task, draw_distinct, uniform
+from gla.compare.tasks.base import Case, Count, Examples, Task, draw_distinct, uniform
+from gla.data.loader import IGNORE
 from gla.errors import ConfigError
 
 
@@ -45,20 +46,13 @@ class SelectiveCopy(Task):
         return self
 
     @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.vocab_size
-
-    @property
     def chance(self) -> float:
         """One of the tokens that are copied."""
         return 1 / (self.vocab_size - 2)
 
     def cases(self) -> list[Case]:
         """See ``Task``."""
-        return [
-            Case({"length": t}, self.model_copy(update={"length": t})) for t in self.test_lengths
-        ]
+        return self.at_lengths(self.test_lengths)
 
     def make(self, rng: np.random.Generator, size: int, training: bool) -> Examples:
         """See ``Task``."""
@@ -94,20 +88,13 @@ class InductionHeads(Task):
     )
 
     @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.vocab_size
-
-    @property
     def chance(self) -> float:
         """One of the tokens."""
         return 1 / (self.vocab_size - 1)
 
     def cases(self) -> list[Case]:
         """See ``Task``."""
-        return [
-            Case({"length": t}, self.model_copy(update={"length": t})) for t in self.test_lengths
-        ]
+        return self.at_lengths(self.test_lengths)
 
     def make(self, rng: np.random.Generator, size: int, training: bool) -> Examples:
         """See ``Task``."""

@@ -16,7 +16,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from gla.compare.tasks.base import IGNORE, Count, Examples, Ints, Task
+from gla.compare.tasks.base import Count, Examples, Ints, Task
+from gla.data.loader import IGNORE
 from gla.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -54,11 +55,6 @@ class InContextRecall(Task):
     @property
     def _real(self) -> int:
         return self.vocab_size - self.noise_tokens
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.vocab_size
 
     @property
     def chance(self) -> float:
@@ -119,11 +115,6 @@ class FuzzyRecall(Task):
                 f"length: got {self.length}, expected at least {3 * longest}; fix length"
             )
         return self
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.vocab_size
 
     @property
     def chance(self) -> float:
@@ -192,11 +183,6 @@ class Memorize(Task):
     length: Annotated[int, Field(ge=2, multiple_of=2)] = 32
 
     @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.vocab_size
-
-    @property
     def chance(self) -> float:
         """One of the values."""
         return 1 / len(self.table)
@@ -233,11 +219,6 @@ class Compress(Task):
     kind: Literal["compress"] = "compress"  # pyright: ignore[reportIncompatibleVariableOverride]
     vocab_size: Annotated[int, Field(ge=3)] = 16
     length: Annotated[int, Field(ge=2)] = 32
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.vocab_size
 
     @property
     def chance(self) -> float:

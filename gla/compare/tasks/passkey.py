@@ -11,7 +11,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from gla.compare.tasks.base import IGNORE, Case, Count, Examples, Task
+from gla.compare.tasks.base import Case, Count, Examples, Task
+from gla.data.loader import IGNORE
 from gla.errors import ConfigError
 
 Depth = Annotated[float, Field(ge=0, le=1)]
@@ -31,6 +32,7 @@ class Passkey(Task):
 
     Attributes:
         kind: "passkey".
+        vocab_size: That of ASCII.
         length: T.
         digits: Of the key.
         depth: Where the key stands, 0 at the start of the filler, 1 at its end; None: anywhere.
@@ -38,6 +40,7 @@ class Passkey(Task):
     """
 
     kind: Literal["passkey"] = "passkey"  # pyright: ignore[reportIncompatibleVariableOverride]
+    vocab_size: Literal[128] = 128  # pyright: ignore[reportIncompatibleVariableOverride]
     length: Count = 512
     digits: Count = 5
     depth: Depth | None = None
@@ -58,11 +61,6 @@ class Passkey(Task):
     def _fixed(self) -> int:
         """Bytes that are no filler."""
         return len(HIDDEN) + len(ASKED) - 2 * len(b"%s") + 2 * self.digits
-
-    @property
-    def vocabulary(self) -> int:
-        """ASCII."""
-        return 128
 
     @property
     def chance(self) -> float:

@@ -11,7 +11,6 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from gla.compare.tasks.base import (
-    IGNORE,
     Case,
     Count,
     Examples,
@@ -20,6 +19,7 @@ from gla.compare.tasks.base import (
     draw_distinct,
     uniform,
 )
+from gla.data.loader import IGNORE
 from gla.errors import ConfigError
 
 Size = Annotated[tuple[Count, Count], Field(strict=False)]
@@ -67,11 +67,6 @@ class MultiQueryRecall(Task):
                     f"pairs and assignments than {half}; fix length, pairs or vocab_size"
                 )
         return self
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.vocab_size
 
     @property
     def chance(self) -> float:
