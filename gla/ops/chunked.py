@@ -47,6 +47,8 @@ from gla.ops.tiles import (
     scores,
 )
 
+Graded = tuple[Tensor, Tensor | float]  # a gradient's tiles, and a factor still to apply
+
 
 def chunked(
     q: Tensor,
@@ -212,7 +214,7 @@ def _gradients(
     back: Scan,
     work: Buffers,
     need_gate: bool,
-) -> list[tuple[Tensor, Tensor | float]]:
+) -> list[Graded]:
     """dq, dk, dv and, where needed, dg of one segment's tiles, each with a factor still to apply.
 
     See the module's docstring.
@@ -230,14 +232,14 @@ def _gradients(
     if f is None:
         dP.tril_()
         return [(dq.baddbmm_(dP, k), 1.0), (dk.baddbmm_(dP.transpose(1, 2), q), 1.0), (dv, 1.0)]
-    D = f.total.shape[-2]
-    exact, strong = None, f.strong
-    if levels is not None and strong is not None:
-        before, after = (x.flatten(0, 1)[strong] for x in (scan.slots[:-1], back.slots[1:]))
-        d_total = shared((before * after).sum(-1) * f.total[strong].squeeze(-1), D)
-        picked = [x[strong].to(work.dtype) for x in (q, dq, k, dk)]
-        exact = _exact_gradients(levels, picked, dP[strong].to(work.dtype).tril_(), d_total)
-        dP.index_fill_(0, strong, 0.0)
+    exact = _exact_gradients(levels, f, q, k, dq, dk, dP, scan, back, work) if levels else None
+    if exact is not None and f.strong is not None:
+        if f.strong.which is None:
+            dq = exact[0].addcmul_(work.widen("dq_wide", dq), f.to_q)
+            dk = exact[1].addcmul_(work.widen("dk_wide", dk), f.to_k)
+            found: list[Graded] = [(dq, 1.0), (dk, 1.0), (dv, 1.0)]
+            return [*found, (exact[2], 1.0)] if need_gate else found
+        dP.index_fill_(0, f.strong.which, 0.0)
     # A token's own score has no decay in it: its part of q~ dq~ and k~ dk~ is the same, and larger
     # than the rest. It is added after the gate's gradient is taken, which would have to cancel it.
     own = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1).to(work.dtype, copy=True)
@@ -245,14 +247,16 @@ def _gradients(
     dq = work.widen("dq_wide", dq.baddbmm_(dP, k))
     dk = work.widen("dk_wide", dk.baddbmm_(dP.transpose(1, 2), q))
     q, k = work.widen("q", q), work.widen("k", k)
-    found: list[tuple[Tensor, Tensor | float]] = [(dq, f.to_q), (dk, f.to_k), (dv, 1.0)]
+    found: list[Graded] = [(dq, f.to_q), (dk, f.to_k), (dv, 1.0)]
     if need_gate:
+        D = f.total.shape[-2]
         through = torch.mul(q, dq, out=work("through", *q.shape)).addcmul_(k, dk, value=-1)
         ends = (shared(x, D) for x in _products_at_ends(layout, s, f, scan, back, work))
         found.append((mild_gate_grad(shared(through, D), *ends), 1.0))
     dq.addcmul_(own, k)
     dk.addcmul_(own, q)
-    if exact is not None and strong is not None:
+    if exact is not None and f.strong is not None and f.strong.which is not None:
+        strong = f.strong.which
         dq.mul_(f.to_q).index_add_(0, strong, exact[0])
         dk.mul_(f.to_k).index_add_(0, strong, exact[1])
         found[:2] = [(dq, 1.0), (dk, 1.0)]
@@ -282,15 +286,36 @@ def _products_at_ends(
 
 
 def _exact_gradients(
-    levels: Levels, picked: list[Tensor], dP: Tensor, d_total: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk through the scores of the strong tiles, and their whole dg.
+    levels: Levels,
+    f: Factors,
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dP: Tensor,
+    scan: Scan,
+    back: Scan,
+    work: Buffers,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """dq, dk through the scores of the strong tiles, and their whole dg, in buffers.
 
-    ``picked`` are q~, dq~, k~, dk~ [M, C, K]: q and k times their factors, and what the states
-    bring to them.
+    q and k are q~ and k~ of all tiles; dq and dk what the states bring to them.
     """
-    (q, dq, k, dk), D = picked, d_total.shape[-1]
-    return levels.gradients(dP, shared(q * dq, D), shared(k * dk, D), d_total)
+    if f.strong is None:
+        return None
+    D, picked = f.total.shape[-2], {}
+    states = {"S": scan.slots[:-1].flatten(0, 1), "dS": back.slots[1:].flatten(0, 1)}
+    for name, x in (
+        {"q": q, "dq": dq, "k": k, "dk": dk, "dP": dP, "total": f.total} | states
+    ).items():
+        x = f.strong.take(x, f"{name} picked", work)
+        picked[name] = work.widen(f"{name} picked wide", x)
+    through = []
+    for a, b in (("q", "dq"), ("k", "dk"), ("S", "dS")):
+        out = work(f"{a} {b}", *picked[a].shape)
+        through.append(torch.mul(picked[a], picked[b], out=out))
+    d_total = shared(through[2].sum(-1) * picked["total"].squeeze(-1), D)
+    return levels.gradients(picked["dP"], shared(through[0], D), shared(through[1], D), d_total)
 
 
 @_backward.register_fake

@@ -32,7 +32,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gla.ops.memory import Buffers
@@ -46,13 +45,36 @@ def floor_of(dtype: torch.dtype) -> float:
     return -750.0 if dtype == torch.float64 else -110.0
 
 
-def decay_of(x: Tensor) -> Tensor:
+def decay_of(x: Tensor, out: Tensor | None = None) -> Tensor:
     """exp(x) for x <= 0, with results below the smallest normal number flushed to 0, as a GPU does.
 
     Subnormal factors are worth nothing and slow a CPU's exponentials and products several times.
     """
     smallest = -708.0 if x.dtype == torch.float64 else -87.0
-    return F.threshold(x, smallest, -math.inf).exp_()
+    return torch.threshold(x, smallest, -math.inf, out=out).exp_()
+
+
+class Strong(NamedTuple):
+    """The tiles of a segment that take the exact path.
+
+    Attributes:
+        which: [M] their numbers among the segment's tiles, or None where all of them do.
+        tree: sums of their gates.
+    """
+
+    which: Tensor | None
+    tree: Tree
+
+    def take(self, x: Tensor, name: str, work: Buffers) -> Tensor:
+        """Their part [M, ...] of x [N, ...]: x itself, or a copy in the buffer of this name."""
+        return _take(x, self.which, name, work)
+
+
+def _take(x: Tensor, which: Tensor | None, name: str, work: Buffers) -> Tensor:
+    if which is None:
+        return x
+    out = work(name, len(which), *x.shape[1:], dtype=x.dtype)
+    return torch.index_select(x, 0, which, out=out)
 
 
 class Factors(NamedTuple):
@@ -63,8 +85,7 @@ class Factors(NamedTuple):
         before: [N, D, 1] scales the state that q~ reads.
         after: [N, D, 1] scales k~^T v on its way into the state.
         total: [N, D, 1] decay of the state over the chunk.
-        strong: [M] indices of the tiles that take the exact path, or None.
-        tree: sums of gates of the strong tiles, or None.
+        strong: the tiles that take the exact path, or None.
     """
 
     to_q: Tensor
@@ -72,8 +93,7 @@ class Factors(NamedTuple):
     before: Tensor
     after: Tensor
     total: Tensor
-    strong: Tensor | None
-    tree: Tree | None
+    strong: Strong | None
 
 
 @functools.lru_cache(maxsize=16)
@@ -119,16 +139,18 @@ def factors(g: Tensor, work: Buffers) -> Factors:
     mild = (each_half >= -MILD).all(-1).all(0)
     before, after = decay_of(each_half).unsqueeze(-1)
     total = decay_of(each_half.sum(0)).unsqueeze(-1)
-    to_k = torch.reciprocal(x.exp_(), out=work("to_k", N, C, D))
-    if bool(mild.all()):
-        return Factors(x, to_k, before, after, total, None, None)
-    strong = (~mild).nonzero().squeeze(-1)
-    tree = Tree(g.index_select(0, strong))
-    x.index_copy_(0, strong, decay_of(tree.prefix))
-    to_k.index_copy_(0, strong, decay_of(tree.suffix))
-    before.index_fill_(0, strong, 1.0)
-    after.index_fill_(0, strong, 1.0)
-    return Factors(x, to_k, before, after, total, strong, tree)
+    to_k, strong = work("to_k", N, C, D), None
+    if not bool(mild.all()):
+        which = (~mild).nonzero().squeeze(-1) if bool(mild.any()) else None
+        strong = Strong(which, Tree(_take(g, which, "g_strong", work), work))
+    if strong is None or strong.which is not None:
+        torch.reciprocal(x.exp_(), out=to_k)
+    if strong is not None:
+        at = slice(None) if strong.which is None else strong.which
+        x[at] = decay_of(strong.tree.prefix)
+        to_k[at] = decay_of(strong.tree.suffix)
+        before[at] = after[at] = 1.0
+    return Factors(x, to_k, before, after, total, strong)
 
 
 class Tree:
@@ -140,19 +162,21 @@ class Tree:
         prefix, suffix: [N, C, D] sums of the whole chunk's gates up to t, and after t.
     """
 
-    def __init__(self, g: Tensor) -> None:
+    def __init__(self, g: Tensor, work: Buffers) -> None:
         N, C, D = g.shape
-        self.prefix, self.suffix, total = g.clone(), torch.zeros_like(g), g
+        self.prefix, total = work("prefix", N, C, D).copy_(g), g
+        self.suffix = work("suffix", N, C, D).zero_()
         self.left: dict[int, Tensor] = {}
         self.right: dict[int, Tensor] = {}
         h = 1
         while h < C:
             suffix, prefix = halves(self.suffix, h)[0], halves(self.prefix, h)[1]
-            self.left[h], self.right[h] = decay_of(suffix), decay_of(prefix)
-            total = total.reshape(N, -1, 2, 1, D)
-            prefix += total[:, :, 0]
-            suffix += total[:, :, 1]
-            total = total.sum(2)
+            self.left[h] = decay_of(suffix, out=work(f"left {h}", *suffix.shape))
+            self.right[h] = decay_of(prefix, out=work(f"right {h}", *prefix.shape))
+            left, right = total.view(N, -1, 2, 1, D).unbind(2)
+            prefix += left
+            suffix += right
+            total = torch.add(left, right, out=work(f"total {h}", *left.shape))
             h *= 2
 
 
@@ -170,9 +194,8 @@ def level_pairs(P: Tensor, h: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _same_block(C: int, h: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[C/2, C/2] mask of level h: right row and left column of the same block of 2h tokens."""
-    block = torch.arange(C // 2, device=device) // h
-    return (block.unsqueeze(1) == block).to(dtype)
+    """Mask of ``level_pairs``, [C/2h, 1, C/2h, 1]: row and column of the same block."""
+    return torch.eye(C // (2 * h), dtype=dtype, device=device).view(C // (2 * h), 1, -1, 1)
 
 
 class Levels:
@@ -183,30 +206,35 @@ class Levels:
         tree: of the tiles' gates.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, tree: Tree) -> None:
-        self.q, self.k, self.tree = q, k, tree
-        self.right = {h: halves(q, h)[1] * e for h, e in tree.right.items()}
-        self.left = {h: halves(k, h)[0] * e for h, e in tree.left.items()}
+    def __init__(self, q: Tensor, k: Tensor, tree: Tree, work: Buffers) -> None:
+        self.q, self.k, self.tree, self.work = q, k, tree, work
+        self.right = {h: self._at(h, "q", halves(q, h)[1], e) for h, e in tree.right.items()}
+        self.left = {h: self._at(h, "k", halves(k, h)[0], e) for h, e in tree.left.items()}
+
+    def _at(self, h: int, name: str, x: Tensor, decay: Tensor) -> Tensor:
+        return torch.mul(x, decay, out=self.work(f"{name} {h}", *x.shape))
 
     def scores(self) -> Tensor:
-        """The exact P [N, C, C], lower triangular."""
-        N, C, _ = self.q.shape
-        P = self.q.new_zeros(N, C, C)
-        P.diagonal(dim1=1, dim2=2).copy_((self.q * self.k).sum(-1))
+        """The exact P [N, C, C], lower triangular, in a buffer."""
+        N, C, K = self.q.shape
+        P = self.work("P_exact", N, C, C).zero_()
+        own = torch.mul(self.q, self.k, out=self.work("own", N, C, K))
+        P.diagonal(dim1=1, dim2=2).copy_(own.sum(-1))
+        pairs = self.work("pairs", N, C // 2, C // 2)
         for h, right in self.right.items():
-            pairs = torch.bmm(right.flatten(1, 2), self.left[h].flatten(1, 2).transpose(1, 2))
-            pairs.mul_(_same_block(C, h, P.dtype, P.device))
+            left = self.left[h].flatten(1, 2).transpose(1, 2)
+            torch.bmm(right.flatten(1, 2), left, out=pairs)
             into = level_pairs(P, h)
-            into.add_(pairs.view(into.shape))
+            into.addcmul_(pairs.view(into.shape), _same_block(C, h, P.dtype, P.device))
         return P
 
     def gradients(
         self, dP: Tensor, d_prefix: Tensor, d_suffix: Tensor, d_total: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients through ``scores`` and through the sums of the chunk's gates.
+        """Gradients through ``scores`` and through the sums of the chunk's gates, in buffers.
 
         Args:
-            dP: [N, C, C] lower triangular.
+            dP: [N, C, C]; only its lower triangle is read.
             d_prefix, d_suffix, d_total: [N, C, D], [N, C, D], [N, D] with respect to tree.prefix,
                 tree.suffix and the sum of all gates; the first two are overwritten.
 
@@ -214,25 +242,30 @@ class Levels:
             dq [N, C, K], dk [N, C, K], dg [N, C, D]. Every dg is a plain sum over the pairs whose
             decay contains that gate; no large terms cancel, and a reset gets exactly 0.
         """
-        N, C, _ = self.q.shape
-        D = d_prefix.shape[-1]
+        (N, C, K), D, work = self.q.shape, d_prefix.shape[-1], self.work
         diagonal = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)
-        dq, dk = diagonal * self.k, diagonal * self.q
+        dq = torch.mul(diagonal, self.k, out=work("dq_exact", N, C, K))
+        dk = torch.mul(diagonal, self.q, out=work("dk_exact", N, C, K))
+        block = work("pairs", N, C // 2, C // 2)
+        d_right, d_left = (work(name, N, C // 2, K) for name in ("d_right", "d_left"))
         total = d_total.view(N, 1, 1, D)
         for h in sorted(self.right, reverse=True):
             right, left = self.right[h], self.left[h]
-            block = level_pairs(dP, h).reshape(N, C // 2, C // 2)
-            block = block * _same_block(C, h, dP.dtype, dP.device)
-            d_right = torch.bmm(block, left.flatten(1, 2)).view_as(right)
-            d_left = torch.bmm(block.transpose(1, 2), right.flatten(1, 2)).view_as(left)
-            halves(dq, h)[1].addcmul_(d_right, self.tree.right[h])
-            halves(dk, h)[0].addcmul_(d_left, self.tree.left[h])
+            pairs = level_pairs(dP, h)
+            same = _same_block(C, h, dP.dtype, dP.device)
+            torch.mul(pairs, same, out=block.view(pairs.shape))
+            torch.bmm(block, left.flatten(1, 2), out=d_right)
+            torch.bmm(block.transpose(1, 2), right.flatten(1, 2), out=d_left)
+            halves(dq, h)[1].addcmul_(d_right.view_as(right), self.tree.right[h])
+            halves(dk, h)[0].addcmul_(d_left.view_as(left), self.tree.left[h])
             prefix, suffix = halves(d_prefix, h)[1], halves(d_suffix, h)[0]
-            sums = torch.stack((prefix.sum(2), suffix.sum(2)), 2)
-            total = (total.view(N, -1, 1, D) + sums).view(N, -1, 1, D)
-            prefix += shared(d_right.mul_(right), D)
-            suffix += shared(d_left.mul_(left), D)
-        return dq, dk, d_prefix + total.view(N, C, D)
+            sums = work(f"sums {h}", N, C // (2 * h), 2, D)
+            torch.sum(prefix, 2, out=sums[:, :, 0])
+            torch.sum(suffix, 2, out=sums[:, :, 1])
+            total = sums.add_(total.view(N, -1, 1, D))
+            prefix += shared(d_right.view_as(right).mul_(right), D)
+            suffix += shared(d_left.view_as(left).mul_(left), D)
+        return dq, dk, d_prefix.add_(total.view(N, C, D))
 
 
 def shared(x: Tensor, D: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 import sys
 
@@ -40,9 +41,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class Buffers:
-    """Scratch tensors by name, kept while their shape stays the same.
+    """Scratch tensors by name.
 
-    Segments of a call reuse the same memory, so it stays in cache; nothing is shared between calls.
+    Segments of a call reuse the same memory, so it stays in cache and is not mapped afresh; nothing
+    is shared between calls.
 
     Args:
         dtype: of states, factors and sums: fp32 or fp64.
@@ -51,15 +53,23 @@ class Buffers:
 
     def __init__(self, dtype: torch.dtype, product: torch.dtype, device: torch.device) -> None:
         self.dtype, self.product, self.device = dtype, product, device
-        self._tensors: dict[str, Tensor] = {}
+        self._room: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The buffer of this name; its content is whatever the last use left."""
-        x = self._tensors.get(name)
-        if x is None or x.shape != shape:
-            x = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-            self._tensors[name] = x
-        return x
+        """The buffer of this name; its content is whatever the last use left.
+
+        Room grows to the largest shape asked for; dtype is that of the first.
+        """
+        last = self._last.get(name)
+        if last is not None and last.shape == shape:
+            return last
+        size, room = math.prod(shape), self._room.get(name)
+        if room is None or room.numel() < size:
+            room = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+            self._room[name] = room
+        self._last[name] = last = room[:size].view(shape)
+        return last
 
     def narrow(self, name: str, x: Tensor) -> Tensor:
         """x as operands of products are held: itself, or its copy in the buffer of this name."""

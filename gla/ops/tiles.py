@@ -54,11 +54,12 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
     f = factors(g.clamp_min_(floor_of(work.dtype)), work)
     q_buffer, k_buffer = (work(n, M, C, x.shape[-1]) for n, x in (("q", q), ("k", k)))
     levels = None
-    if f.strong is not None and f.tree is not None:
+    if f.strong is not None:
         q, k = layout.load(q, s, q_buffer), layout.load(k, s, k_buffer)
-        levels = Levels(q.index_select(0, f.strong), k.index_select(0, f.strong), f.tree)
-        q.mul_(f.to_q)
-        k.mul_(f.to_k)
+        own_q, own_k = f.strong.take(q, "q_strong", work), f.strong.take(k, "k_strong", work)
+        levels = Levels(own_q, own_k, f.strong.tree, work)
+        q = torch.mul(q, f.to_q, out=work("q_scaled", *q.shape))
+        k = torch.mul(k, f.to_k, out=work("k_scaled", *k.shape))
     else:
         q, k = layout.load(q, s, q_buffer, f.to_q), layout.load(k, s, k_buffer, f.to_k)
     q, k = work.narrow("q~", q), work.narrow("k~", k)
@@ -68,11 +69,13 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
 def scores(tiles: Tiles, work: Buffers) -> Tensor:
     """P [M, C, C], lower triangular: by the factors, or exactly for the strong tiles."""
     M, C, _ = tiles.q.shape
-    P = torch.bmm(
-        tiles.q, tiles.k.transpose(1, 2), out=work("P", M, C, C, dtype=work.product)
-    ).tril_()
-    if tiles.levels is not None and tiles.f is not None and tiles.f.strong is not None:
-        P.index_copy_(0, tiles.f.strong, tiles.levels.scores().to(P.dtype))
+    levels, strong = tiles.levels, tiles.f and tiles.f.strong
+    if levels is not None and strong is not None and strong.which is None:
+        return work.narrow("P", levels.scores())
+    P = work("P", M, C, C, dtype=work.product)
+    torch.bmm(tiles.q, tiles.k.transpose(1, 2), out=P).tril_()
+    if levels is not None and strong is not None and strong.which is not None:
+        P.index_copy_(0, strong.which, levels.scores().to(P.dtype))
     return P
 
 
