@@ -251,8 +251,8 @@ def _gradients(
     if need_gate:
         D = f.total.shape[-2]
         through = torch.mul(q, dq, out=work("through", *q.shape)).addcmul_(k, dk, value=-1)
-        ends = (shared(x, D) for x in _products_at_ends(layout, s, f, scan, back, work))
-        found.append((mild_gate_grad(shared(through, D), *ends), 1.0))
+        start, end = (shared(x, D) for x in _products_at_ends(layout, s, f, scan, back, work))
+        found.append((mild_gate_grad(shared(through, D), start, end, work), 1.0))
     dq.addcmul_(own, k)
     dk.addcmul_(own, q)
     if exact is not None and f.strong is not None and f.strong.which is not None:

@@ -97,60 +97,67 @@ class Factors(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _matrices(N: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What maps the gates of N tiles to b_t - b_mid, by blocks of 8 tokens; mid = C/2 - 1.
-
-    Returns:
-        [N * C/8, 8, 8] of sums inside a block (they lie there N times because bmm wants them so),
-        and [C/8, C/8] of sums over the blocks between a block and the middle.
-    """
-    ones = torch.ones(_BLOCK, _BLOCK, dtype=dtype, device=device)
+def _between(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[C/8, C/8]: from sums over blocks of 8 tokens to what lies between a block and the middle."""
     half = C // (2 * _BLOCK)
-    inside = torch.stack([-ones.triu(1)] * half + [ones.tril()] * half).repeat(N, 1, 1)
     i, j = torch.arange(2 * half, device=device).unsqueeze(1), torch.arange(2 * half, device=device)
     right = (j >= half) & (j < i)
-    left = (j < half) & (j > i) & (i < half)
-    return inside, right.to(dtype) - left.to(dtype)
+    left = (i <= j) & (j < half)
+    return right.to(dtype) - left.to(dtype)
 
 
-def _sums_from_middle(x: Tensor, transpose: bool = False, out: Tensor | None = None) -> Tensor:
-    """The map from gates to b_t - b_mid, or its transpose, of x [N, C, D].
+def _sums_from_middle(x: Tensor, out: Tensor, transpose: bool = False) -> Tensor:
+    """The map from gates to b_t - b_mid, mid = C/2 - 1, or its transpose, of x [N, C, D].
 
-    Sums start at the middle, so nothing cancels, and at most 8 terms and the blocks between are
-    added one after another: 31 small gates after a large one would all round the same way.
+    At most 8 tokens are added one after another, then whole blocks: 31 small gates after a large
+    one would all round the same way.
     """
     N, C, D = x.shape
-    inside, between = _matrices(N, C, x.dtype, x.device)
-    if transpose:
-        inside, between = inside.transpose(1, 2), between.T
-    out = torch.empty_like(x) if out is None else out
-    torch.bmm(inside, x.view(-1, _BLOCK, D), out=out.view(-1, _BLOCK, D))
-    blocks = x.view(N, -1, _BLOCK, D).sum(2)
-    out.view(N, -1, _BLOCK, D).add_(torch.matmul(between, blocks).unsqueeze(2))
+    tokens, sums = (y.view(N, -1, _BLOCK, D).unbind(2) for y in (x, out))
+    steps = list(zip(tokens, sums, strict=True))
+    (first, total), *others = reversed(steps) if transpose else steps
+    total.copy_(first)
+    for token, into in others:
+        total = torch.add(total, token, out=into)
+    between = _between(C, x.dtype, x.device)
+    blocks = torch.matmul(between.T if transpose else between, total)
+    out.view(N, -1, _BLOCK, D).add_(blocks.unsqueeze(2))
     return out
 
 
 def factors(g: Tensor, work: Buffers) -> Factors:
-    """Factors of N tiles from their floored gates g [N, C, D]. to_q and to_k lie in ``work``."""
+    """Factors of N tiles from their gates g [N, C, D], which are floored in place.
+
+    to_q and to_k lie in ``work``.
+    """
     N, C, D = g.shape
-    x = work("to_q", N, C, D)
-    _sums_from_middle(g, out=x)
-    each_half = torch.stack((g[:, 0] - x[:, 0], x[:, -1]))  # log-decay of the chunk's halves
-    mild = (each_half >= -MILD).all(-1).all(0)
-    before, after = decay_of(each_half).unsqueeze(-1)
-    total = decay_of(each_half.sum(0)).unsqueeze(-1)
-    to_k, strong = work("to_k", N, C, D), None
-    if not bool(mild.all()):
+    x, to_k, strong = work("to_q", N, C, D), work("to_k", N, C, D), None
+    halves = _halves_of(g, x)
+    if not bool(halves.min() >= -MILD):  # so written that the NaN of -inf - -inf is strong
+        halves = _halves_of(g.clamp_min_(floor_of(g.dtype)), x)
+        mild = (halves >= -MILD).all(-1).all(0)
         which = (~mild).nonzero().squeeze(-1) if bool(mild.any()) else None
         strong = Strong(which, Tree(_take(g, which, "g_strong", work), work))
+    before, after = decay_of(halves).unsqueeze(-1)
+    total = before * after
     if strong is None or strong.which is not None:
         torch.reciprocal(x.exp_(), out=to_k)
     if strong is not None:
+        for out, sums in ((x, strong.tree.prefix), (to_k, strong.tree.suffix)):
+            if strong.which is None:
+                decay_of(sums, out=out)
+            else:
+                part = decay_of(sums, out=work("decay_strong", *sums.shape))
+                out.index_copy_(0, strong.which, part)
         at = slice(None) if strong.which is None else strong.which
-        x[at] = decay_of(strong.tree.prefix)
-        to_k[at] = decay_of(strong.tree.suffix)
         before[at] = after[at] = 1.0
     return Factors(x, to_k, before, after, total, strong)
+
+
+def _halves_of(g: Tensor, x: Tensor) -> Tensor:
+    """Log-decays [2, N, D] of the chunks' halves; writes the sums from the middle to x."""
+    _sums_from_middle(g, x)
+    return torch.stack((g[:, 0] - x[:, 0], x[:, -1]))
 
 
 class Tree:
@@ -273,8 +280,8 @@ def shared(x: Tensor, D: int) -> Tensor:
     return x if D == x.shape[-1] else x.sum(-1, keepdim=True)
 
 
-def mild_gate_grad(d_exponent: Tensor, d_start: Tensor, d_end: Tensor) -> Tensor:
-    """Gradient of mild tiles' gates [N, C, D].
+def mild_gate_grad(d_exponent: Tensor, d_start: Tensor, d_end: Tensor, work: Buffers) -> Tensor:
+    """Gradient of mild tiles' gates [N, C, D], in a buffer.
 
     In the right half d_end plus the sum of d_exponent over t >= u, in the left half d_start minus
     the sum over t < u, which is the same and cancels less.
@@ -285,6 +292,6 @@ def mild_gate_grad(d_exponent: Tensor, d_start: Tensor, d_end: Tensor) -> Tensor
             chunk: S dS and S' dS'. Without them dq, dk and dv stay right and dg is wrong.
     """
     N, C, D = d_exponent.shape
-    dg = _sums_from_middle(d_exponent, transpose=True)
+    dg = _sums_from_middle(d_exponent, work("dg", N, C, D), transpose=True)
     dg.view(N, 2, C // 2, D).add_(torch.stack((d_start, d_end), 1).unsqueeze(2))
     return dg

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla.ops.memory import Buffers
+
 # Elements of one [tiles, C, dim] buffer of a segment. Some ten such buffers are live at a time.
 _SEGMENT_ELEMENTS = 256 * 1024
 
@@ -77,6 +79,7 @@ class Layout:
         self.T, self.H = T, H
         self._index: Tensor | None = None
         self._pads: Tensor | None = None
+        self._stage = Buffers(q.dtype, q.dtype, q.device)
         self.starts: dict[int, int | None] = {}
         self.ends: dict[int, int | None] = {}
         if cu_seqlens is None:
@@ -129,17 +132,33 @@ class Layout:
         Returns:
             out.
         """
-        C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
-        if self._index is not None and self._pads is not None:
-            part = x.index_select(1, self._index[first:stop])
-            part.masked_fill_(self._pads[first:stop].view(1, -1, 1, 1), 0)
-        else:
-            part = x[s.row : s.row + s.rows, first : min(stop, self.T)]
-            if stop > self.T:
-                part = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, stop - self.T))
-        tiles = part.unflatten(1, (s.count, C)).permute(1, 0, 3, 2, 4).unsqueeze(3)
-        _multiply(tiles, self._grouped(factor, s, x.shape[2]), self._grouped(out, s, x.shape[2]))
+        tiles = (
+            self._tokens(x, s, x.dtype != out.dtype)
+            .unflatten(1, (s.count, self.C))
+            .permute(1, 0, 3, 2, 4)
+        )
+        grouped = self._grouped(out, s, x.shape[2])
+        _multiply(tiles.unsqueeze(3), self._grouped(factor, s, x.shape[2]), grouped)
         return out
+
+    def _tokens(self, x: Tensor, s: Segment, convert: bool) -> Tensor:
+        """The segment of x [B, T, G, D] as [rows, count * C, G, D], pads 0.
+
+        A copy where it will be converted: strided reads that convert are slow outside the cache.
+        """
+        first, stop = s.first * self.C, (s.first + s.count) * self.C
+        shape = (s.rows, stop - first, *x.shape[2:])
+        if self._index is not None and self._pads is not None:
+            part = self._stage(str(x.dtype), *shape, dtype=x.dtype)
+            torch.index_select(x, 1, self._index[first:stop], out=part)
+            return part.masked_fill_(self._pads[first:stop].view(1, -1, 1, 1), 0)
+        part = x[s.row : s.row + s.rows, first : min(stop, self.T)]
+        if stop <= self.T and not (convert and x.device.type == "cpu"):
+            return part
+        tokens = self._stage(str(x.dtype), *shape, dtype=x.dtype)
+        tokens[:, : part.shape[1]].copy_(part)
+        tokens[:, part.shape[1] :].zero_()
+        return tokens
 
     def store(self, tiles: Tensor, s: Segment, out: Tensor, factor: Tensor | float = 1.0) -> None:
         """Write tiles [count * rows * H, C, D], times factor, to the tokens of out [B, T, G, D].

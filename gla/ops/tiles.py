@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gla.ops.decay import Factors, Levels, factors, floor_of
+from gla.ops.decay import Factors, Levels, factors
 from gla.ops.layout import Layout, Segment
 from gla.ops.memory import Buffers
 
@@ -51,7 +51,7 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
         return Tiles(q, k, v, None, None)
     g = gates[0]
     g = layout.load(g, s, work("g", M, C, g.shape[-1]))
-    f = factors(g.clamp_min_(floor_of(work.dtype)), work)
+    f = factors(g, work)
     q_buffer, k_buffer = (work(n, M, C, x.shape[-1]) for n, x in (("q", q), ("k", k)))
     levels = None
     if f.strong is not None:
