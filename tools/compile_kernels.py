@@ -28,6 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import triton
 from gla_kernels import launch
+from gla_kernels.convolution import short_convolution
+from gla_kernels.cross_entropy import cross_entropy
 from gla_kernels.norm_gate import norm_gate
 from gla_kernels.support import Device
 from triton.backends.compiler import GPUTarget
@@ -152,6 +154,33 @@ CASES = (
 )
 
 
+def _norm_and_gate(dtype: torch.dtype, V: int) -> None:
+    x, z, weight = (torch.empty(*shape, V, dtype=dtype) for shape in ((64, 2), (64, 2), ()))
+    y = norm_gate(x.requires_grad_(), z, weight.float(), 1e-5)
+    y.backward(z)
+
+
+def _convolution(dtype: torch.dtype, V: int) -> None:
+    weight = torch.empty(4, 6 * V)
+    for T, cu in ((1024, None), (1024, torch.tensor([0, 500, 1024])), (1, None)):
+        x = torch.empty(1, T, 6 * V, dtype=dtype)
+        state = torch.empty(1 if cu is None else 2, 3, 6 * V)
+        leaves = x if T == 1 else x.requires_grad_()
+        y, _ = short_convolution(leaves, weight, state, cu)
+        if T > 1:
+            y.backward(x.detach())
+
+
+def _loss(dtype: torch.dtype, V: int) -> None:
+    for vocabulary, gradient in ((32768, True), (32768, False), (50257, True)):
+        logits = torch.empty(64, vocabulary, dtype=dtype)
+        cross_entropy(logits, torch.zeros(64, dtype=torch.int64), -100, gradient)
+
+
+# What lies beside the op: name -> calls for a dtype and a head's values.
+BESIDE = {"norm and gate": _norm_and_gate, "convolution": _convolution, "loss": _loss}
+
+
 def compile_case(target: str, case: Case) -> list[dict[str, Any]]:
     """Compile all launches of one call: forward, backward, one pass, segmented, decoding."""
     B, T, H, dtype = 1, 1024, 2, DTYPES[case.dtype]
@@ -176,13 +205,11 @@ def compile_case(target: str, case: Case) -> list[dict[str, Any]]:
             call.recurrent(call.new_state(1), torch.empty_like(v[:, one]), call.new_state(1))
         for row in rows[before:]:
             row["of"] = "decoding"
-        before = len(rows)
-        if case.gate == "none" and not case.packed:  # they do not depend on the gate of the decay
-            weight = torch.empty(case.V)
-            y = norm_gate(v.requires_grad_(), do, weight, 1e-5)
-            torch.autograd.grad(y, v, do)
-        for row in rows[before:]:
-            row["of"] = "norm and gate"
+        for name, calls in BESIDE.items() if case.gate == "none" else ():  # it changes nothing here
+            before = len(rows)
+            calls(dtype, case.V)
+            for row in rows[before:]:
+                row["of"] = name
     return [row | {"call": str(case)} for row in rows]
 
 

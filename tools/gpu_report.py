@@ -9,6 +9,7 @@
    flash-linear-attention, over the six published shapes, K = V of 64 and 128, and few heads; with
    the roofline of the bytes that must move and the device's measured copy bandwidth.
 3. Decode steps at batch 1 to 256, the first call's compile time, peak memory.
+4. Parity and times, beside torch's, of norm and gate, short convolution and loss.
 
 Writes a dated JSON and a Markdown table, with hardware and versions, to the folder. Without a GPU
 it says so and does nothing; ``--dry-run`` goes through every part in Triton's interpreter at tiny
@@ -157,32 +158,17 @@ def far_offset() -> dict[str, float]:
     return {"o": error(o[:, :, -1:], alone) / allowed, "S_T": error(S[:, -1:], S_alone) / allowed}
 
 
-def norm_and_gate() -> tuple[dict[str, float], dict[str, float]]:
-    """The kernel of norm and output gate in bf16: error over limit, and times beside torch's."""
-    import gla_kernels.ops  # noqa: F401
+def beside(report: dict[str, Any]) -> None:
+    """Add parity and times of what lies beside the op: norm and gate, convolution, loss; bf16."""
+    from tools.beside import parts
 
-    from gla.layers.norms import RMSNorm
-    from gla.testing import error, limit
-
-    V = 16 if DRY else 128
-    norm = RMSNorm(V).to(DEVICE)
-    shape = (70, 2, V) if DRY else (4 * 4096, 16, V)
-    x, z, dy = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    leaves = [x.requires_grad_(), z.requires_grad_(), norm.weight]
-
-    def both(fused: bool) -> tuple[torch.Tensor, ...]:
-        y = norm.gated(leaves[0], leaves[1], fused)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    wide = [u.detach().double().requires_grad_() for u in leaves]
-    y = F.rms_norm(wide[0], (V,), wide[2], norm.eps) * F.silu(wide[1])
-    wanted = (y, *torch.autograd.grad(y, wide, dy.double()))
-    errors = {
-        name: error(got, want) / limit(torch.bfloat16, gradient=name != "y")
-        for name, got, want in zip(("y", "dx", "dz", "dw"), both(True), wanted, strict=True)
-    }
-    ways = {"kernel": True, "torch": False}
-    return errors, {name: milliseconds(lambda w=way: both(w)) for name, way in ways.items()}
+    report["beside ms"] = {}
+    for name, part in parts(DEVICE, DRY).items():
+        report["parity"][name] = part.errors()
+        report["beside ms"][name] = {
+            way: milliseconds(lambda p=part, f=fused: p.both(f))
+            for way, fused in (("kernel", True), ("torch", False))
+        }
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
@@ -312,8 +298,11 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| batch | decode step, ms |", "|---|---|"]
     lines += [f"| {batch} | {ms:.3f} |" for batch, ms in report["decode"].items()]
-    fused = ", ".join(f"{name} {ms:.3f} ms" for name, ms in report["norm and gate ms"].items())
-    lines += ["", f"Norm and output gate, forward + backward: {fused}"]
+    lines += ["", "| forward + backward | kernel, ms | torch, ms |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {ms['kernel']:.3f} | {ms['torch']:.3f} |"
+        for name, ms in report["beside ms"].items()
+    ]
     return "\n".join([*lines, "", f"First call: {report['first call s']:.1f} s", ""])
 
 
@@ -349,7 +338,7 @@ def main() -> int:
             report["parity"][f"T {T}, segment {segment}"] = long_parity(T, segment)
     if not options.quick:
         report["parity"]["offsets past 2**31"] = far_offset()
-    report["parity"]["norm and gate"], report["norm and gate ms"] = norm_and_gate()
+    beside(report)
     report["copy bandwidth"] = copy_bandwidth()
     shapes = PUBLISHED if options.quick else PUBLISHED + FEW_HEADS + SHORT
     shapes = ((1, 70, 1, 16),) if DRY else shapes

@@ -59,6 +59,11 @@ class RecurrenceConfig(MixerConfig):
     impl: Literal["auto", "recurrent", "torch", "triton"] = "auto"
     chunk_size: Literal[16, 32, 64, 128, 256] | None = None
 
+    @property
+    def fused(self) -> bool:
+        """Whether Triton kernels also do what lies beside the op: where they are named for it."""
+        return self.impl == "triton"
+
 
 class LinearAttentionConfig(RecurrenceConfig):
     """Options of ``LinearAttention``, besides those of ``RecurrenceConfig``.
@@ -185,7 +190,8 @@ class LinearAttention(DecayRecorder, Mixer[LinearAttentionState]):
         conv = None
         if self.conv is not None:
             before = None if state is None else state.conv
-            qkv, conv = self.conv(torch.cat([q, k, v], dim=-1), before, cu_seqlens)
+            qkv = torch.cat([q, k, v], dim=-1)
+            qkv, conv = self.conv(qkv, before, cu_seqlens, self.config.fused)
             q, k, v = qkv.split(self.sizes, dim=-1)
         q = rearrange(q, "b t (h k) -> b t h k", h=self.num_heads)
         k = rearrange(k, "b t (g k) -> b t g k", g=self.num_kv_heads)
@@ -211,7 +217,7 @@ class LinearAttention(DecayRecorder, Mixer[LinearAttentionState]):
         if self.gate_proj is not None:
             z = rearrange(self.gate_proj(x), "b t (h v) -> b t h v", h=self.num_heads)
         if self.norm is not None and z is not None:
-            o = self.norm.gated(o, z, self.config.impl == "triton")
+            o = self.norm.gated(o, z, self.config.fused)
         elif self.norm is not None:
             o = self.norm(o)
         elif z is not None:

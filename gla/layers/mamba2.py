@@ -138,7 +138,7 @@ class Mamba2(DecayRecorder, Mixer[LinearAttentionState]):
     ) -> tuple[Tensor, LinearAttentionState | None]:
         """See ``Mixer.forward``."""
         before = None if state is None else state.conv
-        mixed, conv = self.conv(self.in_proj(x), before, cu_seqlens)
+        mixed, conv = self.conv(self.in_proj(x), before, cu_seqlens, self.config.fused)
         u, k, q = mixed.split(self.sizes, dim=-1)
         u = rearrange(u, "b t (h v) -> b t h v", h=self.num_heads)
         step, log_decay = self.gate(x)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla.layers.packing import document_of_token
+from gla.ops import forms
 
 
 class ShortConvolution(nn.Module):
@@ -47,7 +48,11 @@ class ShortConvolution(nn.Module):
         return torch.zeros(batch_size, width - 1, channels, device=device, dtype=wide)
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        fused: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Convolve T tokens.
 
@@ -55,10 +60,17 @@ class ShortConvolution(nn.Module):
             x: [B, T, C].
             state: [N, W-1, C] the inputs before the first token; zeros if None.
             cu_seqlens: [N+1] offsets of documents packed into one row (B = 1).
+            fused: by the Triton kernel.
 
         Returns:
             y [B, T, C] in the dtype of x, and the state after the last token, fp32 or wider.
+
+        Raises:
+            ValueError: ``fused`` where the kernels do not take x, in the words of the op.
         """
+        if fused:
+            forms.resolve("triton", x.shape[1], x.device, (x.dtype, x.dtype))
+            return torch.ops.gla_kernels.short_convolution(x, self.weight, state, cu_seqlens)
         T, history = x.shape[1], self.weight.shape[0] - 1
         wide = torch.promote_types(x.dtype, torch.float32)
         if cu_seqlens is None:

@@ -52,6 +52,8 @@ class LanguageModel(Backbone):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
+        mixers = (config.mixers[name] for name in config.layer_names)
+        self._fused = any(getattr(mixer, "fused", False) for mixer in mixers)  # the loss
         self.reset_parameters()
 
     def init_state(self, batch_size: int) -> ModelState:
@@ -160,7 +162,7 @@ class LanguageModel(Backbone):
             )
         h, after = self._hidden(tokens, state, cu_seqlens, need_state)
         total = linear_cross_entropy(
-            h.flatten(0, 1), self._head_weight, targets.flatten(), ignore_index
+            h.flatten(0, 1), self._head_weight, targets.flatten(), ignore_index, self._fused
         )
         return total, after
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_kernels import norm_gate  # noqa: F401  registers its operators
+from gla_kernels import convolution, cross_entropy, norm_gate  # noqa: F401  register operators
 from gla_kernels.launch import Call, backward, forward
 from gla_kernels.support import refusal
 

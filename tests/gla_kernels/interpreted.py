@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from oracle import recurrence  # noqa: E402
 
 from gla.testing import error, limit, make_inputs  # noqa: E402
+from tests.gla_kernels import beside  # noqa: E402
 from tests.ops import agreement  # noqa: E402
 from tools import interpreter  # noqa: E402
 
@@ -97,12 +98,49 @@ GROUPS: dict[str, list[dict]] = {
         dict(norm_gate=(70, 3, 64), dtype=BF16),
         dict(norm_gate=(9, 2, 40), dtype=FP16, gate_dtype=FP32),
         dict(norm_gate=(0, 2, 16)),
-        dict(layer=True),
+    ],
+    "convolution": [
+        dict(tokens=100, channels=24, width=4, batch=2),
+        dict(tokens=70, channels=80, width=3, dtype=BF16, strided=True),
+        dict(tokens=5, channels=8, width=7, dtype=FP16, only="final"),
+        dict(tokens=66, channels=8, width=1, state=False, only="y"),
+        dict(tokens=130, channels=8, width=40),
+        dict(tokens=1, channels=300, width=4, batch=3, dtype=BF16),
+        dict(tokens=0, channels=8, width=4, batch=2),
+    ],
+    "packed convolution": [
+        dict(tokens=150, channels=24, width=4, offsets=[0, 0, 2, 2, 65, 150, 150]),
+        dict(tokens=130, channels=40, width=5, offsets=[0, 64, 130], dtype=BF16),
+        dict(tokens=12, channels=16, width=4, offsets=[0, 1, 1, 12], state=False),
+        dict(tokens=0, channels=16, width=4, offsets=[0, 0, 0]),
+    ],
+    "loss": [
+        dict(rows=23, vocabulary=11),
+        dict(rows=50, vocabulary=300, chunk=2000, dtype=BF16),
+        dict(rows=3, vocabulary=9000, weight_dtype=FP32),
+        dict(rows=40, vocabulary=128, dtype=FP16, ignore_index=7, size=8.0),
+        dict(rows=8, vocabulary=40, ignore=1.0),
+        dict(rows=0, vocabulary=40),
+        dict(logits=True, dtype=FP32),
+        dict(logits=True, dtype=BF16),
+    ],
+    "models": [
+        dict(kind="linear_attention", packed=True),
+        dict(kind="linear_attention", compiled=True),
+        dict(kind="mamba2"),
     ],
     "packed segments": [
         dict(tokens=250, offsets=[0, 3, 150, 150, 250], segment=64, heads=1),
         dict(tokens=250, offsets=[0, 130, 250], segment=64, heads=1, level=-INF, pattern="spikes"),
     ],
+}
+
+MEASURES = {
+    "norm and gate": beside.run_norm_gate,
+    "convolution": beside.run_convolution,
+    "packed convolution": beside.run_convolution,
+    "loss": beside.run_loss,
+    "models": beside.run_model,
 }
 
 
@@ -179,56 +217,6 @@ def run_op(**keywords) -> dict[str, float]:
     return errors
 
 
-def run_norm_gate(
-    norm_gate: tuple[int, ...],
-    dtype: torch.dtype = FP32,
-    gate_dtype: torch.dtype | None = None,
-) -> dict[str, float]:
-    """The kernel of norm and gate, of this shape, against its formula in fp64."""
-    import gla_kernels.ops  # noqa: F401
-
-    x, z = (torch.randn(norm_gate) for _ in range(2))
-    leaves = [x.to(dtype), (3 * z).to(gate_dtype or dtype), torch.rand(norm_gate[-1]) + 0.5]
-    wide = [u.double().requires_grad_() for u in leaves]
-    leaves = [u.requires_grad_() for u in leaves]
-    y = torch.ops.gla_kernels.norm_gate(*leaves, 1e-5)
-    x, z, w = wide
-    expected = x * (x.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * w * z / (1 + (-z).exp())
-    dy = torch.randn(norm_gate).to(dtype)
-    grads = torch.autograd.grad(y, leaves, dy)
-    wanted = torch.autograd.grad(expected, wide, dy.double())
-    assert [g.dtype for g in grads] == [u.dtype for u in leaves]
-    if not y.numel():
-        return {"y": float(y.shape != x.shape), "dw": grads[2].abs().sum().item()}
-    errors = {"y": error(y, expected) / limit(dtype)}
-    for name, grad, reference in zip("xzw", grads, wanted, strict=True):
-        errors["d" + name] = error(grad, reference) / limit(dtype, gradient=True)
-    return errors
-
-
-def run_layer() -> dict[str, float]:
-    """A whole layer through the kernels against the same layer in torch, fp32."""
-    from gla.layers.linear_attention import LinearAttention, LinearAttentionConfig
-
-    torch.manual_seed(0)
-    layers = [
-        LinearAttention(32, LinearAttentionConfig(num_heads=2, impl=impl))
-        for impl in ("triton", "torch")
-    ]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x, dy = torch.randn(2, 70, 32), torch.randn(2, 70, 32)
-    outputs, gradients = [], []
-    for layer in layers:
-        y = layer(x)[0]
-        y.backward(dy)
-        outputs.append(y)
-        gradients.append({n: p.grad for n, p in layer.named_parameters()})
-    errors = {"y": error(*outputs) / limit(FP32)}
-    for name, grad in gradients[0].items():
-        errors[name] = error(grad, gradients[1][name]) / limit(FP32, gradient=True)
-    return errors
-
-
 def _strided(x: torch.Tensor) -> torch.Tensor:
     """The same values as a slice of a wider tensor whose heads lie before its tokens."""
     if x.dim() < 4 or (x.dtype == torch.float32 and x.shape[1] == 1):
@@ -242,14 +230,13 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     interpreter.fix_bf16()
     interpreter.add_checks()
-    for keywords in GROUPS[sys.argv[1]]:
+    group = sys.argv[1]
+    for keywords in GROUPS[group]:
         label = ", ".join(f"{name} {value}" for name, value in keywords.items())
         options = dict(keywords)
-        measure = run_op if options.pop("through_op", False) else run
-        if "norm_gate" in options:
-            measure = run_norm_gate
-        if options.pop("layer", False):
-            measure = run_layer
+        measure = run_op if options.pop("through_op", False) else MEASURES.get(group, run)
+        if options.pop("logits", False):
+            measure = beside.run_logits
         print(json.dumps({"case": label, "errors": measure(**options)}), flush=True)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gla
+from gla.layers.short_convolution import ShortConvolution
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,11 +37,12 @@ def compiled(target: str, size: int, gate: str) -> str:
     return done.stdout.strip()
 
 
-# One pass: 3 launches. Segmented: 4 more, 2 scans. Decoding: 1. Norm and gate: 2 (in one case).
+# One pass: 3 launches. Segmented: 4 more, 2 scans. Decoding: 1. In one case norm and gate (2),
+# convolution (2 each for rows and documents, 1 to decode) and loss (3).
 # H100, a card with 99 KB, A100.
 @pytest.mark.parametrize("target", ["90", "120", pytest.param("80", marks=pytest.mark.slow)])
 def test_launches_fit_the_pretended_gpu(target: str) -> None:
-    assert compiled(target, 64, "none") == "[13, []]"
+    assert compiled(target, 64, "none") == "[21, []]"
 
 
 @pytest.mark.slow
@@ -54,6 +56,16 @@ def test_a_normalizer_beside_256_values_is_refused(monkeypatch: pytest.MonkeyPat
     q, v = torch.ones(1, 20, 1, 16), torch.ones(1, 20, 1, 256)
     with pytest.raises(ValueError, match=r"^impl: .*at most 256 in place of 257, one of them"):
         gla.gated_linear_attention(q, q, v, normalize=True, impl="triton")
+
+
+def test_a_convolution_that_no_kernel_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    conv, x = ShortConvolution(8, 4), torch.ones(1, 5, 8)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"^impl: got 'triton', expected a GPU"):
+        conv(x, fused=True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match=r"^impl: got 'triton', expected fp32, bf16 or fp16"):
+        conv(x.double(), fused=True)
 
 
 def test_every_part_of_the_gpu_report_runs_interpreted(tmp_path: Path) -> None:

@@ -28,6 +28,10 @@ GROUPS = (
     "packed segments",
     "op",
     "norm and gate",
+    "convolution",
+    "packed convolution",
+    "loss",
+    "models",
 )
 
 
