@@ -4,8 +4,9 @@
 
 counts the bytes that each way moves for a token, forward and backward, and its launches: of the
 kernels distinct bytes read and written, in Triton's interpreter; of torch, run eagerly, the bytes
-of the tensors that each operation reads and writes, once each. Of the loss what lies between its
-matrix products. The sum over programs of a weight's gradient, which torch does, is left out.
+of the tensors that each operation reads and writes, once each. "Asked for" counts what a program
+reads again, from the nearest cache. Of the loss what lies between its matrix products. The sum over
+programs of a weight's gradient, which torch does, is left out.
 
 ``tools/gpu_report.py`` takes the same parts for parity and times.
 """
@@ -149,15 +150,19 @@ def _size(x: object) -> int:
     return torch.Size(repeats).numel() * x.element_size()
 
 
-def _count(run: Callable[[], object]) -> tuple[int, int, object]:
-    """Bytes and launches of kernels or of torch's operations, and what ``run`` returns."""
+def _count(run: Callable[[], object], size: int, what: str) -> object:
+    """Print the bytes that ``run`` moves, over ``size``; return its result."""
     from tools.count_traffic import Operations, counting
 
     with Bytes() as moved, counting(Operations()) as launches:
         result = run()
     if launches:
-        return sum(x.distinct() for x in launches), len(launches), result
-    return moved.total, moved.count, result
+        total, count = sum(x.distinct() for x in launches), len(launches)
+        asked = f" ({sum(x.requested for x in launches) / size:.1f} asked for)"
+    else:
+        total, count, asked = moved.total, moved.count, ""
+    print(f"{what:40} {total / size:6.1f} B{asked}, launches: {count}")
+    return result
 
 
 def main() -> int:
@@ -165,26 +170,21 @@ def main() -> int:
     from tools import interpreter
 
     interpreter.fix_bf16()
-    everything = parts("cpu", True)
-    for name, part in everything.items():
-        x = part.leaves[0]
-        for fused in (False, True):
-            way = "kernels" if fused else "torch"
+    print("bytes a token and channel, and a logit")
+    for name, part in parts("cpu", True).items():
+        size = part.leaves[0].numel()
+        for way, fused in (("torch", False), ("kernels", True)):
             if name == "loss":
-                logits = torch.randn(64, 4096, dtype=BF16)
-                targets = torch.randint(4096, (64,))
+                logits, targets = torch.randn(64, 4096, dtype=BF16), torch.randint(4096, (64,))
                 op = torch.ops.gla_kernels.cross_entropy if fused else losses._cross_entropy
-                size, launches, _ = _count(lambda o=op, x=logits, t=targets: o(x, t, -100, True))
-                print(f"{name}: {way}, loss and gradient: {size / logits.numel():.1f} B a logit")
-                print(f"    in {launches} launches")
+                chunk = (logits, targets, -100, True)
+                _count(lambda o=op, c=chunk: o(*c), logits.numel(), f"{name}, {way}")
                 continue
-            size, launches, results = _count(lambda p=part, f=fused: p.run(f))
-            back, more, _ = _count(
-                lambda p=part, r=results: torch.autograd.grad(r, p.leaves, p.upstream)
-            )
-            print(
-                f"{name}: {way}, forward {size / x.numel():.1f} B, backward "
-                f"{back / x.numel():.1f} B a token and channel, in {launches} + {more} launches"
+            results = _count(lambda p=part, f=fused: p.run(f), size, f"{name}, {way}, forward")
+            _count(
+                lambda p=part, r=results: torch.autograd.grad(r, p.leaves, p.upstream),
+                size,
+                f"{name}, {way}, backward",
             )
     return 0
 

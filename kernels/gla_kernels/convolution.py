@@ -29,7 +29,7 @@ _TILE = 4096  # elements of a tile
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def _forward_kernel(
+def _convolution_kernel(
     x, w, state, cu,      # [B, T, C], [W, C], [N, W - 1, C] or None, [N + 1] or None
     y, final,             # [B, T, C], [N, W - 1, C]
     T, N, C, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
@@ -52,7 +52,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def _backward_kernel(
+def _convolution_backward_kernel(
     x, w, state, cu, dy, dfinal, dx, dw, dstate,  # as above; dw [slots, W, C] fp32
     T, N, C, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -83,9 +83,8 @@ def _backward_kernel(
         kept = ((t >= last) & (t < length))[:, None] & channel
         du += tl.load(_tile(dfinal, n * (W - 1) + start - last, r, c, C), mask=kept, other=0.0)
     tl.store(_tile(dx, token + start, r, c, C), du.to(dx.dtype.element_ty), mask=own & here)
-    if dstate is not None:
-        before = (t < 0)[:, None] & channel
-        tl.store(_tile(dstate, n * (W - 1) + start + (W - 1), r, c, C), du, mask=before)
+    before = (t < 0)[:, None] & channel
+    tl.store(_tile(dstate, n * (W - 1) + start + (W - 1), r, c, C), du, mask=before)
 
 
 @triton.jit
@@ -159,7 +158,7 @@ def short_convolution(
     state = None if state is None else state.contiguous()
     if grid[0]:
         tensors = (x, weight, state, cu_seqlens, y, final)
-        _forward_kernel[grid](*tensors, x.shape[1], N, x.shape[2], **sizes)
+        _convolution_kernel[grid](*tensors, x.shape[1], N, x.shape[2], **sizes)
     return y, final
 
 
@@ -184,10 +183,9 @@ def _backward(
     dw = x.new_empty(grid[0], *weight.shape, dtype=torch.float32)
     x, weight, dy = x.contiguous(), weight.contiguous(), dy.contiguous()
     state, dfinal = (None if s is None else s.contiguous() for s in (state, dfinal))
-    before = None if state is None else dstate
     if grid[0]:
-        tensors = (x, weight, state, cu_seqlens, dy, dfinal, dx, dw, before)
-        _backward_kernel[grid](*tensors, x.shape[1], N, x.shape[2], **sizes)
+        tensors = (x, weight, state, cu_seqlens, dy, dfinal, dx, dw, dstate)
+        _convolution_backward_kernel[grid](*tensors, x.shape[1], N, x.shape[2], **sizes)
     return dx, dw.sum(0).to(weight.dtype), dstate
 
 

@@ -19,7 +19,7 @@ _LOWEST = tl.constexpr(-3.4e38)  # finite: a block of logits that are -inf gives
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
-def _kernel(
+def _cross_entropy_kernel(
     x, targets, losses,  # [M, V], int64 [M], fp32 [M]
     M, V, ignore_index, GRADIENT: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, gradient: 
     BV = min(triton.next_power_of_2(V), _TILE)
     BM = _TILE // BV
     if M:
-        _kernel[(triton.cdiv(M, BM),)](
+        _cross_entropy_kernel[(triton.cdiv(M, BM),)](
             logits, targets.contiguous(), losses, M, V, ignore_index,
             GRADIENT=gradient, BM=BM, BV=BV, num_warps=8,
         )  # fmt: skip

@@ -73,7 +73,7 @@ def _normalized(x, w, at, mask, d, eps, V: tl.constexpr):
 def _sizes(x: Tensor) -> tuple[int, dict[str, Any]]:
     V = x.shape[-1]
     BV = triton.next_power_of_2(V)
-    return x.numel() // V, {"V": V, "BR": max(1, _TILE // BV), "BV": BV}
+    return x.numel() // V, {"V": V, "BR": max(1, _TILE // BV), "BV": BV, "num_warps": 8}
 
 
 @torch.library.custom_op("gla_kernels::norm_gate", mutates_args=())

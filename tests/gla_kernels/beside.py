@@ -5,6 +5,7 @@ Run by ``interpreted.py``. Each returns errors over limits against fp64 computed
 
 from __future__ import annotations
 
+import contextlib
 import math
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla.testing import error, limit
 
@@ -175,8 +177,21 @@ def run_logits(dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+class Kernels(TorchDispatchMode):
+    """The operators of ``gla_kernels`` that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "gla_kernels":
+            self.seen.add(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
 def run_model(kind: str, compiled: bool = False, packed: bool = False) -> dict[str, float]:
-    """A model's loss through kernels against the same model in torch, fp32, and how it decodes."""
+    """Loss and a decoded token of a model through kernels, against "auto", which takes none."""
     from gla.models.config import ModelConfig
     from gla.models.language_model import LanguageModel
 
@@ -185,7 +200,7 @@ def run_model(kind: str, compiled: bool = False, packed: bool = False) -> dict[s
         "mamba2": {"num_heads": 2, "state_dim": 16},
     }
     models = []
-    for impl in ("triton", "torch"):
+    for impl in ("triton", "auto"):
         mixers = {"mine": {"kind": kind, "impl": impl} | tables[kind]}
         torch.manual_seed(0)
         config = ModelConfig(d_model=16, vocab_size=40, layers=["mine"], mixers=mixers)
@@ -204,7 +219,12 @@ def run_model(kind: str, compiled: bool = False, packed: bool = False) -> dict[s
 
         if compiled and model is models[0]:
             loss = torch.compile(loss, backend="aot_eager", fullgraph=True)
-        value = loss()
+        kernels = Kernels()
+        with contextlib.nullcontext() if compiled else kernels:  # a mode would stop compiling
+            value = loss()
+        used = {"norm_gate"} if kind == "linear_attention" else set()
+        used |= {"chunkwise", "short_convolution", "cross_entropy"}
+        assert compiled or kernels.seen == (used if model is models[0] else set())
         gradients = torch.autograd.grad(value, [*model.parameters()])
         state = model(tokens, cu_seqlens=cu).state
         assert state is not None
