@@ -11,6 +11,7 @@ clock says, and TensorBoard. The same code runs in the tests with fewer kills.
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=200, help="half of them for each run")
     kills = parser.parse_args().kills // 2
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of every kill
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -184,6 +185,10 @@ def main(folder: Path) -> dict[str, Any]:
 
         results[f"{name}-begin"] = start(first, begin, folder, f"{name}-begin")
         results[name] = start(then, go_on, folder, name)
+    shutil.copytree(folder / "two", folder / "back")
+    results["back"] = start(
+        2, lambda rank: resume(folder / "back", step=2, device="cpu"), folder, "back"
+    )
     return results
 
 

@@ -28,6 +28,7 @@ Recipe = Callable[..., RunConfig]
 DRIVER = Path(__file__).with_name("rank_driver.py")
 ROOT = Path(__file__).parents[2]
 STEPS = 6
+CLOCK = {"tokens_per_s", "tokens_per_s_overall", "data_wait", "tflops", "memory_gib"}
 CPU = torch.device("cpu")
 
 
@@ -104,6 +105,21 @@ def test_the_number_of_processes_changes_only_the_rounding(results: Results, nam
 def test_a_run_goes_on_with_another_number_of_processes(results: Results, name: str) -> None:
     assert set(results.of[name]["codes"]) == {143}
     assert "resumed from" in (results.folder / name[:7] / "log.txt").read_text()
+
+
+def test_two_processes_go_back_to_an_older_checkpoint(results: Results) -> None:
+    assert results.of["back"]["codes"] == [0, 0], results.said("back", 1)
+    two, back = results.folder / "two", results.folder / "back"
+    log = (back / "log.txt").read_text()
+    assert "put aside" in log and f"resumed from {back / 'checkpoints' / 'step-00000002'}" in log
+    for a, b in zip(lines(two), lines(back), strict=True):
+        assert {k: v for k, v in a.items() if k not in CLOCK} == {
+            k: v for k, v in b.items() if k not in CLOCK
+        }
+    assert results.steps("two") == results.steps("back")
+    for name in ("model", "optimizer"):
+        file = f"checkpoints/step-{STEPS:08d}/{name}.safetensors"
+        assert (two / file).read_bytes() == (back / file).read_bytes()
 
 
 def test_a_loss_that_is_not_finite_in_one_stops_all(results: Results) -> None:
