@@ -178,11 +178,17 @@ class Tokenizer:
 
         They have these ids by themselves too.
         """
-        # Where a word ends depends on two characters after it at most (a run of spaces on both),
-        # and a run of spaces ends elsewhere if it is cut off.
-        ends = (word.end() for word in WORD.finditer(text))
-        settled = (end for end in ends if end < len(text) - 1 and text[end - 1 : end + 1] != "  ")
-        return max(settled, default=0)
+        # Where a word ends depends on two characters after it at most. Of a run of spaces that
+        # is shorter than the longest, the last space may belong to what follows.
+        settled = 0
+        for word in WORD.finditer(text):
+            end = word.end()
+            if end >= len(text) - 1:
+                break
+            cut = text[end - 1 : end + 1] == "  " and not word.group().strip(" ")
+            if not cut or len(word.group()) == MAX_WORD:
+                settled = end
+        return settled
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids. Control ids stand for nothing.
@@ -231,10 +237,9 @@ class _Words(dict[str, list[int]]):
                 ids += [self._byte_ids[byte] for byte in part.encode()]
             elif part:
                 ids += self._processor.encode(show(part))
-        if len(word) <= MAX_WORD:
-            if len(self) >= _REMEMBERED:
-                self.clear()
-            self[word] = ids
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        self[word] = ids
         return ids
 
 

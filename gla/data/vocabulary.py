@@ -5,8 +5,8 @@ real "▁" comes back as a space), uses tab and NUL as separators in training, a
 such as newline + indentation. Three rules avoid all of that:
 
 1. Text is cut into words by one pattern (letters with the character before them, up to three
-   digits, punctuation with the line end after it, line end + indentation, runs of spaces). A piece
-   lies within a word.
+   digits, punctuation with the line end after it, line end + indentation, runs of spaces), each
+   run at most 64 characters long. A piece lies within a word.
 2. Inside a word, space, newline and tab are shown to SentencePiece as the control characters 1, 2
    and 3, which to it are letters like any other.
 3. The few characters that SentencePiece or rule 2 gives another meaning are spelled as bytes.
@@ -31,11 +31,17 @@ from gla.errors import ConfigError, DataError
 SAMPLE_BYTES = 64 << 20  # training looks at a sample of at most this much text
 _SAMPLED_FROM = 16  # times as much
 _MAX_WORDS = 2_000_000  # distinct words counted at a time; the rarest are dropped beyond
-MAX_WORD = 64  # characters; training cuts longer words, and their ids are not remembered
+MAX_WORD = 64  # characters in a row of one kind: so all text is cut in bounded memory
 _MAX_PIECE = 32  # characters
 _COVERAGE = 0.9995  # share of the text's characters that get a piece of their own
 
-WORD = re.compile(r"[^\w\n]?[^\W\d]+|\d{1,3}| ?[^\w\s]+\n* *|\n[\n ]*| +(?= )|\s|.", re.DOTALL)
+WORD = re.compile(
+    (
+        r"[^\w\n]?[^\W\d]{1,N}|\d{1,3}| ?[^\w\s]{1,N}\n{0,N} {0,N}"
+        r"|\n[\n ]{0,N}| {N}| +(?= )|\s|."
+    ).replace("N", str(MAX_WORD)),
+    re.DOTALL,
+)
 _SHOWN = {" ": "\x01", "\n": "\x02", "\t": "\x03"}
 # NUL; the stand-ins above; "▁", SentencePiece's space; "▅", its mark for an unknown character.
 AS_BYTES = re.compile("([\x00\x01\x02\x03\u2581\u2585])")

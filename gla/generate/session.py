@@ -146,11 +146,6 @@ class Session:
         waiting = len(self.tokenizer.encode(self._waiting))
         return int(self._state.model.position[0]) + waiting
 
-    @property
-    def waiting(self) -> int:
-        """Characters read whose tokens still depend on what follows: those of the last word."""
-        return len(self._waiting)
-
     def read(self, source: Source, progress: Progress | None = None) -> None:
         """Read text of any length in pieces: memory does not grow with it.
 

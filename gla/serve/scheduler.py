@@ -22,8 +22,6 @@ from gla.generate.writer import Request, Token
 from gla.serve.limits import Limits, Refusal
 
 PIECE_CHARACTERS = 2048  # read at once while others write
-# A word is read at once too, and looked through again with each piece: longer ones are refused.
-LONGEST_WORD = 4 * PIECE_CHARACTERS
 
 _log = logging.getLogger("gla.serve")
 
@@ -181,12 +179,6 @@ class Scheduler:
         piece = next(job.pieces, None)
         if piece is not None:
             job.session.read(piece)
-            if job.session.waiting > LONGEST_WORD:
-                raise Refusal(
-                    400,
-                    f"text: got a word of more than {LONGEST_WORD} characters, expected shorter "
-                    "ones; fix by breaking it",
-                )
             return
         job.read += job.session.position
         if job.request is None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gla.data.corpus import Corpus, Document
 from gla.data.tokenizer import FACTS_FILE, MODEL_FILE, Tokenizer
+from gla.data.vocabulary import MAX_WORD
 from gla.errors import ConfigError, DataError
 
 from .conftest import train_text
@@ -79,6 +80,24 @@ def test_settled_text_keeps_its_ids(tokenizer: Tokenizer, text: str, more: str) 
     at = tokenizer.settled(text)
     head, tail = tokenizer.encode(text[:at]), tokenizer.encode(text[at:] + more)
     assert head + tail == tokenizer.encode(text + more)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(" a1!\n\t漢"), st.integers(1, 3 * MAX_WORD)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.data(),
+)
+def test_long_runs_cut_anywhere_keep_their_ids(
+    tokenizer: Tokenizer, runs: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    text = "".join(char * count for char, count in runs)
+    cut = data.draw(st.integers(0, len(text)))
+    at = tokenizer.settled(text[:cut])
+    assert tokenizer.encode(text[:at]) + tokenizer.encode(text[at:]) == tokenizer.encode(text)
+    assert cut - at < 4 * MAX_WORD
 
 
 def test_most_of_a_text_is_settled(tokenizer: Tokenizer) -> None:
@@ -299,7 +318,7 @@ def test_the_memory_of_words_is_bounded(
     text = " ".join(f"w{i}x{i * i}" for i in range(500)) + " " + "q" * 1000
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer._words) <= 50
-    assert max(map(len, tokenizer._words)) <= 64
+    assert max(map(len, tokenizer._words)) <= MAX_WORD + 1
 
 
 def test_sources_may_be_named_in_any_shape(tmp_path: Path) -> None:

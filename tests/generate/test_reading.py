@@ -147,3 +147,13 @@ def test_a_perplexity_beyond_floats_is_infinite():
 def test_the_score_of_nothing_is_empty(model, tokenizer):
     score = Session(model, tokenizer).score("")
     assert score.tokens.shape == score.losses.shape == (0,) and score.loss != score.loss
+
+
+@pytest.mark.parametrize("char", ["a", " ", "-", "\n", "漢"])
+def test_what_waits_of_a_text_without_words_is_bounded(model, tokenizer, char):
+    session, waiting = Session(model, tokenizer), []
+    for _ in range(20):
+        session.read(char * 100)
+        waiting.append(len(session._waiting))
+    assert max(waiting) < 256
+    assert session.position == 1 + len(tokenizer.encode(char * 2000))
