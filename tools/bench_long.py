@@ -13,7 +13,9 @@ parameters and its cache, where that can be imported.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +43,32 @@ def resident_bytes() -> int:
     """Memory of this process that is not swapped out (Linux)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def allocated_bytes() -> int | None:
+    """Memory that this process has allocated and not freed (glibc).
+
+    The resident memory also has what the C library keeps of freed blocks, which comes and goes.
+    """
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
 
 
 def step_seconds(step: Callable[[], object], *others: Callable[[], object]) -> list[float]:
@@ -81,10 +109,11 @@ def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
     """Memory while tokens are read and written, and the time of steps at 1,000 and at the end."""
     state = read(decoder, None, 1000)
     early = Steps(decoder, state)
-    memory, began = [resident_bytes()], time.perf_counter()
+    memory, live, began = [resident_bytes()], [allocated_bytes()], time.perf_counter()
     for _ in range(_NOTED):
         state = read(decoder, state, tokens // _NOTED)
         memory.append(resident_bytes())
+        live.append(allocated_bytes())
     reading = time.perf_counter() - began
     token: Tensor = torch.zeros(1, dtype=torch.int64)
     began = time.perf_counter()
@@ -93,12 +122,16 @@ def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
         token = logits.argmax(-1)
         if i % max(1, written // _NOTED) == 0:
             memory.append(resident_bytes())
+            live.append(allocated_bytes())
     writing = time.perf_counter() - began
     at_1000, at_end = step_seconds(early, Steps(decoder, state))
-    settled = memory[2:]  # the first pieces make the buffers that all later ones use
+    # The first pieces make the buffers that all later ones use.
+    settled, kept = memory[2:], [x for x in live[2:] if x]
     return {
         "resident_bytes": memory,
         "memory_change": max(settled) / min(settled) - 1,
+        "allocated_bytes": live,
+        "allocated_change": max(kept) / min(kept) - 1 if kept else None,
         "state_bytes": states.nbytes(state),
         "read_tokens_per_s": tokens // _NOTED * _NOTED / reading,
         "written_tokens_per_s": written / writing if written else None,
@@ -236,7 +269,9 @@ def main() -> None:
         if not options.json:
             print(
                 f"{name:10} memory {row['resident_bytes'][-1] / 1e6:.0f} MB, changes by "
-                f"{100 * row['memory_change']:.2f} %; step {row['step_us_at_1000']:.0f} µs at "
+                f"{100 * row['memory_change']:.2f} %, of what is allocated by "
+                f"{100 * (row['allocated_change'] or math.nan):.2f} %; "
+                f"step {row['step_us_at_1000']:.0f} µs at "
                 f"1,000, {row['step_us_at_end']:.0f} µs at the end; reads "
                 f"{row['read_tokens_per_s']:,.0f} tokens/s"
             )
