@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla.layers.linear_attention import RecurrenceConfig
 from gla.layers.mixer import Mixer
 from gla.models.backbone import Backbone, Block
 from gla.models.config import ModelConfig
@@ -53,7 +54,8 @@ class LanguageModel(Backbone):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         mixers = (config.mixers[name] for name in config.layer_names)
-        self._fused = any(getattr(mixer, "fused", False) for mixer in mixers)  # the loss
+        # Triton for the loss too, where a layer names it.
+        self._fused = any(isinstance(m, RecurrenceConfig) and m.fused for m in mixers)
         self.reset_parameters()
 
     def init_state(self, batch_size: int) -> ModelState:

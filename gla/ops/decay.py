@@ -97,31 +97,35 @@ class Factors(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _between(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[C/8, C/8]: from sums over blocks of 8 tokens to what lies between a block and the middle."""
+def _matrices(N: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What maps the gates of N tiles to b_t - b_mid, by blocks of 8 tokens; mid = C/2 - 1.
+
+    Returns:
+        [N * C/8, 8, 8] of sums inside a block (they lie there N times because bmm wants them so),
+        and [C/8, C/8] of sums over the blocks between a block and the middle.
+    """
+    ones = torch.ones(_BLOCK, _BLOCK, dtype=dtype, device=device)
     half = C // (2 * _BLOCK)
+    inside = torch.stack([-ones.triu(1)] * half + [ones.tril()] * half).repeat(N, 1, 1)
     i, j = torch.arange(2 * half, device=device).unsqueeze(1), torch.arange(2 * half, device=device)
     right = (j >= half) & (j < i)
-    left = (i <= j) & (j < half)
-    return right.to(dtype) - left.to(dtype)
+    left = (j < half) & (j > i) & (i < half)
+    return inside, right.to(dtype) - left.to(dtype)
 
 
 def _sums_from_middle(x: Tensor, out: Tensor, transpose: bool = False) -> Tensor:
-    """The map from gates to b_t - b_mid, mid = C/2 - 1, or its transpose, of x [N, C, D].
+    """The map from gates to b_t - b_mid, or its transpose, of x [N, C, D].
 
-    At most 8 tokens are added one after another, then whole blocks: 31 small gates after a large
-    one would all round the same way.
+    Sums start at the middle, so nothing cancels, and at most 8 terms and the blocks between are
+    added one after another: 31 small gates after a large one would all round the same way.
     """
     N, C, D = x.shape
-    tokens, sums = (y.view(N, -1, _BLOCK, D).unbind(2) for y in (x, out))
-    steps = list(zip(tokens, sums, strict=True))
-    (first, total), *others = reversed(steps) if transpose else steps
-    total.copy_(first)
-    for token, into in others:
-        total = torch.add(total, token, out=into)
-    between = _between(C, x.dtype, x.device)
-    blocks = torch.matmul(between.T if transpose else between, total)
-    out.view(N, -1, _BLOCK, D).add_(blocks.unsqueeze(2))
+    inside, between = _matrices(N, C, x.dtype, x.device)
+    if transpose:
+        inside, between = inside.transpose(1, 2), between.T
+    torch.bmm(inside, x.view(-1, _BLOCK, D), out=out.view(-1, _BLOCK, D))
+    blocks = x.view(N, -1, _BLOCK, D).sum(2)
+    out.view(N, -1, _BLOCK, D).add_(torch.matmul(between, blocks).unsqueeze(2))
     return out
 
 
@@ -132,14 +136,14 @@ def factors(g: Tensor, work: Buffers) -> Factors:
     """
     N, C, D = g.shape
     x, to_k, strong = work("to_q", N, C, D), work("to_k", N, C, D), None
-    halves = _halves_of(g, x)
-    if not bool(halves.min() >= -MILD):  # so written that the NaN of -inf - -inf is strong
-        halves = _halves_of(g.clamp_min_(floor_of(g.dtype)), x)
-        mild = (halves >= -MILD).all(-1).all(0)
+    decays = _halves_of(g, x)
+    if not bool(decays.min() >= -MILD):  # so written that the NaN of -inf - -inf is strong
+        decays = _halves_of(g.clamp_min_(floor_of(g.dtype)), x)
+        mild = (decays >= -MILD).all(-1).all(0)
         which = (~mild).nonzero().squeeze(-1) if bool(mild.any()) else None
         strong = Strong(which, Tree(_take(g, which, "g_strong", work), work))
-    before, after = decay_of(halves).unsqueeze(-1)
-    total = before * after
+    before, after = decay_of(decays).unsqueeze(-1)
+    total = decay_of(decays.sum(0)).unsqueeze(-1)
     if strong is None or strong.which is not None:
         torch.reciprocal(x.exp_(), out=to_k)
     if strong is not None:
@@ -233,7 +237,7 @@ class Levels:
             torch.bmm(right.flatten(1, 2), left, out=pairs)
             into = level_pairs(P, h)
             into.addcmul_(pairs.view(into.shape), _same_block(C, h, P.dtype, P.device))
-        return P
+        return P.tril_()  # NaN and infinity of later tokens, times the mask's 0
 
     def gradients(
         self, dP: Tensor, d_prefix: Tensor, d_suffix: Tensor, d_total: Tensor
@@ -241,7 +245,7 @@ class Levels:
         """Gradients through ``scores`` and through the sums of the chunk's gates, in buffers.
 
         Args:
-            dP: [N, C, C]; only its lower triangle is read.
+            dP: [N, C, C], lower triangular.
             d_prefix, d_suffix, d_total: [N, C, D], [N, C, D], [N, D] with respect to tree.prefix,
                 tree.suffix and the sum of all gates; the first two are overwritten.
 

@@ -43,8 +43,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 class Buffers:
     """Scratch tensors by name.
 
-    Segments of a call reuse the same memory, so it stays in cache and is not mapped afresh; nothing
-    is shared between calls.
+    Segments of a call reuse the same memory, so it is not mapped afresh and the busiest of it stays
+    in cache; nothing is shared between calls.
 
     Args:
         dtype: of states, factors and sums: fp32 or fp64.
@@ -59,15 +59,16 @@ class Buffers:
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The buffer of this name; its content is whatever the last use left.
 
-        Room grows to the largest shape asked for; dtype is that of the first.
+        Room grows to the largest shape asked for. A name has one dtype.
         """
-        last = self._last.get(name)
+        last, dtype = self._last.get(name), dtype or self.dtype
         if last is not None and last.shape == shape:
+            assert last.dtype == dtype, name
             return last
         size, room = math.prod(shape), self._room.get(name)
         if room is None or room.numel() < size:
-            room = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
-            self._room[name] = room
+            room = self._room[name] = torch.empty(size, dtype=dtype, device=self.device)
+        assert room.dtype == dtype, name
         self._last[name] = last = room[:size].view(shape)
         return last
 

@@ -75,6 +75,60 @@ def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, lev
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("gate", ["head", "channel"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gate_gradients_of_two_tokens(impl: str, gate: str, size: int) -> None:
+    """A small gradient before a large one: not what is left of a sum that holds both."""
+    inputs = make_inputs(1, 2, 2, size, size, gate=gate, level=-8.0)
+    check(inputs, impl, loss="state")
+    check(inputs, impl, loss="both")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gate_gradients_before_a_large_key(impl: str) -> None:
+    """Measured against their own size, not against the largest one."""
+    at, inputs = 23, make_inputs(1, 64, 2, 16, 16, gate="channel", level=-0.1)
+    inputs.k[:, at] *= 1e3
+    got = evaluate(inputs, impl, loss="o").gradients["log_decay"]
+    want = expect(inputs, loss="o").gradients["log_decay"]
+    early = slice(0, at + 1)  # the key is decayed by later gates only
+    assert error(got[:, early], want[:, early]) <= limit(torch.float32, gradient=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("level", [-0.1, -3.0])
+def test_what_overflows_behind_the_mask_stays_there(impl: str, level: float) -> None:
+    """A value that no token reads, in products with upstream gradients of earlier tokens."""
+    inputs = make_inputs(1, 64, 1, 16, 16, gate="channel", level=level, state=False)
+    assert inputs.log_decay is not None
+    leaves = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.log_decay)]
+    leaves[1][:, 40], leaves[2][:, 40] = 0.0, 1e30
+    leaves = [x.requires_grad_() for x in leaves]
+    out = gla.gated_linear_attention(*leaves, impl=impl)
+    upstream = torch.zeros_like(out.o)
+    upstream[:, :10] = 1e10
+    for x in (out.o, *torch.autograd.grad(out.o, leaves, upstream)):
+        assert bool(x.isfinite().all())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("pattern", ["constant", "half"])
+def test_strong_gates_that_need_no_gradient_in_half_precision(impl: str, pattern: str) -> None:
+    inputs = make_inputs(1, 130, 2, 32, 32, level=-20.0, pattern=pattern, dtype=torch.bfloat16)
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    assert inputs.log_decay is not None
+    got = gla.gated_linear_attention(*leaves, inputs.log_decay, impl=impl).o
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    want = gla.gated_linear_attention(*wide, inputs.log_decay.double(), impl="recurrent").o
+    for a, b in zip(
+        torch.autograd.grad(got.float().square().sum(), leaves),
+        torch.autograd.grad(want.square().sum(), wide),
+        strict=True,
+    ):
+        assert error(a, b) <= limit(torch.bfloat16, gradient=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ordinary_gates(impl: str, gate: str, dtype: torch.dtype) -> None:
