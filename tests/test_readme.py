@@ -51,6 +51,16 @@ def test_the_op_of_the_readme_runs() -> None:
     assert names["o_next"].shape == (1, 1024, 4, 128)
 
 
+def test_the_model_of_the_readme_runs() -> None:
+    names: dict[str, object] = {}
+    run(
+        block("python", "gla.ModelConfig(d_model=256").split("model = gla.LanguageModel.load")[0],
+        names,
+    )
+    assert isinstance(names["loss"], torch.Tensor)
+    assert 7 < names["loss"].item() < 10
+
+
 def test_the_model_table_of_the_readme_builds() -> None:
     table = tomllib.loads(block("toml", "[model]"))["model"]
     model = gla.LanguageModel(gla.ModelConfig(**table, vocab_size=300))

@@ -1,13 +1,18 @@
 """What the commands share: reading arguments, printing figures.
 
-Arguments are read by tyro from a function's signature and docstring. A wrong argument is explained
-on stderr with exit code 2.
+Arguments are read by tyro from a function's signature and docstring. What tyro says of a wrong one,
+in a box, becomes a ConfigError of one line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,15 +27,81 @@ _SWITCHES = (tyro.conf.FlagCreatePairsOff,)  # --json, without a --no-json
 
 
 def call(function: Callable[..., int], prog: str, argv: Sequence[str]) -> int:
-    """Call ``function`` with the arguments that ``argv`` holds, and return what it returns."""
-    return tyro.cli(function, prog=prog, args=argv, config=_SWITCHES)
+    """Call ``function`` with the arguments that ``argv`` holds, and return what it returns.
+
+    Raises:
+        ConfigError: The arguments are not those of the function.
+    """
+    with _in_one_line(prog):
+        bound = tyro.cli(_binding(function), prog=prog, args=argv, config=_SWITCHES)
+    return bound()
 
 
 def call_one_of(functions: Mapping[str, Callable[..., int]], prog: str, argv: Sequence[str]) -> int:
-    """Call the function that the first of ``argv`` names with the arguments after it."""
-    return tyro.extras.subcommand_cli_from_dict(
-        dict(functions), prog=prog, args=argv, config=_SWITCHES
-    )
+    """Call the function that the first of ``argv`` names with the arguments after it.
+
+    Raises:
+        ConfigError: It names none, or the arguments are not those of the function.
+    """
+    bindings = {name: _binding(function) for name, function in functions.items()}
+    with _in_one_line(f"{prog} {argv[0]}" if argv and argv[0] in functions else prog):
+        bound = tyro.extras.subcommand_cli_from_dict(
+            bindings, prog=prog, args=argv, config=_SWITCHES
+        )
+    return bound()
+
+
+def _binding(function: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """Return a function of the same signature that only keeps its arguments for the call."""
+
+    @functools.wraps(function)
+    def bind(*arguments: Any, **options: Any) -> Callable[[], int]:
+        return functools.partial(function, *arguments, **options)
+
+    return bind
+
+
+@contextlib.contextmanager
+def _in_one_line(prog: str) -> Iterator[None]:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as reason:
+        if not reason.code:  # --help
+            raise
+        raise ConfigError(f"{_gist(said.getvalue())}; see {prog} --help") from None
+
+
+def _gist(box: str) -> str:
+    """Return what a box of tyro's says, as "option: got X, expected Y"."""
+    # A title, what is wrong, and help; between them lines of bars or dashes, as the terminal has.
+    lines = [line.strip("│╰─╯ ") for line in box.splitlines()[1:]]
+    lines = [line if line.strip("-") else "" for line in lines]
+    lines = list(itertools.dropwhile(lambda line: not line, lines))
+    text = " ".join(itertools.takewhile(bool, lines))
+    rest = "\n".join(lines[1:])
+    near = re.search(r"^(--\S+)|Available subcommands: (.+)", rest, re.MULTILINE)
+    kind = re.search(r"^--\S+ (\S+)$", rest, re.MULTILINE)
+    known = near[1] or near[2] if near else "one of its options"
+    value = {"INT": "a whole number", "FLOAT": "a number"}.get(kind[1] if kind else "", "another")
+    for pattern, gist in (
+        (r"Unrecognized options: ([^,]+)", rf"\1: got an unknown option, expected {known}"),
+        (r"Error parsing (\S+): .*?('[^']*')$", rf"\1: got \2, expected {value}"),
+        (
+            r"invalid choice (.+) for argument '(\S+)'\. Expected (.+)\.$",
+            r"\2: got \1, expected \3",
+        ),
+        (r"Missing value for argument '(\S+)'", r"\1: got no value, expected one"),
+        (
+            r"Missing from [^:]+: (\S+) (?:[A-Z]{2,} )?(.+?)\.? \(required\)",
+            r"\1: got none, expected: \2",
+        ),
+        (r"Expected (one of .+)\.$", r"command: got none, expected \1"),
+    ):
+        if found := re.match(pattern, text):
+            return found.expand(gist)
+    return text
 
 
 def read_with_overrides(
@@ -48,9 +119,10 @@ def read_with_overrides(
         ConfigError: An override has no value, or an argument belongs to nothing.
     """
     rest, overrides = _take_overrides(argv, lambda option: "." in option)
-    options, unknown = tyro.cli(
-        kind, prog=prog, args=rest, config=_SWITCHES, return_unknown_args=True
-    )
+    with _in_one_line(prog):
+        options, unknown = tyro.cli(
+            kind, prog=prog, args=rest, config=_SWITCHES, return_unknown_args=True
+        )
     rest, unsectioned = _take_overrides(unknown, lambda option: True)
     if rest:
         raise ConfigError(f"{prog}: got the extra argument {rest[0]!r}, expected none; remove it")

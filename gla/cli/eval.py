@@ -46,6 +46,11 @@ def evaluate(
         device: auto, cpu, cuda, cuda:N or mps.
         json: Print one JSON object.
     """
+    if references and batches:
+        raise ConfigError(
+            f"--references: got --batches {batches} beside it, expected the whole split, which is "
+            "what the references are measured on; fix by leaving one of them out"
+        )
     figures = measure(
         run,
         data,

@@ -92,6 +92,8 @@ def generate(
         sys.stdout.reconfigure(errors="backslashreplace")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty)
     request = Request(max_new_tokens, sampling, stop, seed)
+    if prompt_file is not None and not prompt_file.is_file():
+        raise ConfigError(f"--prompt-file: got {prompt_file}, no file, expected one; fix the path")
     where = str(resolve_device(device))
     session = Session.open(run, device=where, weights=weights, compiled=compile)
     Writer(request, session.tokenizer)  # refuses what does not fit before a long text is read

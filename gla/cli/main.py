@@ -72,7 +72,10 @@ def _of_rank() -> str:
 
 def _one_line(reason: GlaError | OSError) -> str:
     if isinstance(reason, OSError) and reason.filename is not None:
-        return f"{reason.filename}: got {reason.strerror}; fix the path or its permissions"
+        return (
+            f"{reason.filename}: got {reason.strerror}, expected a place to read or write; fix the "
+            "path or its permissions"
+        )
     return str(reason)
 
 

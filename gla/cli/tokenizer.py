@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from gla.cli.arguments import call_one_of
+from gla.errors import ConfigError
 
 Sources = Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCES…")]
 
@@ -29,6 +30,8 @@ def train(
         text_field: Key or column that holds the text of .jsonl, .parquet and Hub rows.
         out: Folder to write, which must not hold a tokenizer yet.
     """
+    if not sources:
+        raise ConfigError("SOURCES: got none, expected files, folders or other sources of text")
     from gla.data.corpus import Corpus
     from gla.data.tokenizer import Tokenizer
 

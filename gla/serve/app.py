@@ -102,7 +102,9 @@ class Server:
             limit = self._limits.body
             response = _refused(Refusal(413, f"body: got more than {limit} bytes; fix the size"))
         except web.HTTPException as reason:
-            response = _refused(Refusal(reason.status, f"{request.method}: got {reason.reason}"))
+            asked = f"{request.method} {request.path[:100]!r}"
+            text = f"request: got {asked} ({reason.reason}), expected a path and method of README"
+            response = _refused(Refusal(reason.status, text))
         if not response.prepared:
             response.headers.update(_SECURITY_HEADERS)
         return response

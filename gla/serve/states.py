@@ -87,7 +87,9 @@ class StateStore:
         """
         with self._lock:
             if name not in self._known:
-                raise Refusal(404, f"state: got {name!r}, expected one of GET /v1/states")
+                raise Refusal(
+                    404, f"state: got {name!r}, expected a name that GET /v1/states lists"
+                )
             session = self._memory.get(name)
             if session is not None:
                 self._memory.move_to_end(name)
@@ -126,7 +128,9 @@ class StateStore:
         """
         with self._lock:
             if name not in self._known:
-                raise Refusal(404, f"state: got {name!r}, expected one of GET /v1/states")
+                raise Refusal(
+                    404, f"state: got {name!r}, expected a name that GET /v1/states lists"
+                )
             self._unwritten[name] = self._submit(self._remove, name)
             del self._known[name]
             self._memory.pop(name, None)

@@ -109,7 +109,10 @@ class Trainer:
         self.notes += [f"skipped a damaged checkpoint: {reason}" for reason in skipped]
         if folder is None:
             if skipped:
-                raise CheckpointError("\n".join([f"{parent}: got no valid checkpoint", *skipped]))
+                raise CheckpointError(
+                    f"{parent}: got no valid checkpoint ({'; '.join(skipped)}), expected one; fix "
+                    "by restoring the folder from a copy, or start a new run"
+                )
             self.notes.append("no checkpoint was written yet: starting at step 0")
             return
         checkpoint.check_same(folder, self.config, self.objective.fingerprints, changes)

@@ -59,10 +59,41 @@ def test_help_of_a_nested_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("demo", "doctor")])
-def test_missing_arguments_are_a_usage_error(command: str) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([command])
-    assert left.value.code == 2
+def test_missing_arguments_are_a_usage_error(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command]) == 2
+    out, said = capsys.readouterr()
+    assert out == "" and said.count("\n") == 1 and ": got none, expected" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "tokenizer train x --vocabsize 300 --out t",
+            "--vocabsize: got an unknown option, expected --vocab-size; see gla tokenizer train",
+        ),
+        ("generate r --xyzzy 3", "--xyzzy: got an unknown option, expected one of its options"),
+        (
+            "data prepare x --tokenizer t --out o --val-fraction abc",
+            "--val-fraction: got 'abc', expected a number",
+        ),
+        ("eval r --batches x", "--batches: got 'x', expected a whole number; see gla eval --help"),
+        ("doctor --task sum", "--task: got 'sum', expected one of ('language-model', "),
+        ("generate r --max-new-tokens", "--max-new-tokens: got no value, expected one"),
+        ("data prepar x", "prepar: got an unknown option, expected prepare; see gla data --help"),
+        ("eval", "RUN: got none, expected: Folder of the run; see gla eval --help"),
+        ("compare", "SUITE: got none, expected: A TOML file, or the name of a suite that ships"),
+        ("tokenizer train --out t", "SOURCES: got none, expected files, folders or other"),
+        ("generate r --prompt-file none.txt", "--prompt-file: got none.txt, no file, expected one"),
+        ("eval r --batches 3 --references", "--references: got --batches 3 beside it, expected"),
+    ],
+)
+def test_wrong_usage_is_one_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and error.startswith(f"gla: {said}")
 
 
 def test_an_unknown_command_names_the_nearest() -> None:

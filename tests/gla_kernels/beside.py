@@ -189,8 +189,9 @@ class Kernels(TorchDispatchMode):
     def note(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """Compile nothing; see which operators a graph calls."""
         for node in graph.graph.nodes:
-            if getattr(node.target, "namespace", None) == "gla_kernels":
-                self.seen.add(node.target.__name__.split(".")[0])
+            for called in (node.target, *node.args[:1]):  # an argument where it writes in place
+                if getattr(called, "namespace", None) == "gla_kernels":
+                    self.seen.add(called.__name__.split(".")[0])
         return boxed_nop(graph, inputs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -234,7 +235,7 @@ def run_model(kind: str, compiled: bool = False, packed: bool = False) -> dict[s
             value = loss()
         used = {"norm_gate"} if kind == "linear_attention" else set()
         used |= {"chunkwise", "short_convolution", "cross_entropy"}
-        assert kernels.seen == (used if model is models[0] else set())
+        assert kernels.seen == (used if model is models[0] else set()), kernels.seen
         gradients = torch.autograd.grad(value, [*model.parameters()])
         state = model(tokens, cu_seqlens=cu).state
         assert state is not None

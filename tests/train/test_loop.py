@@ -457,6 +457,7 @@ def test_resume_with_no_valid_checkpoint_lists_why(tmp_path: Path, recipe: Recip
         resume(tmp_path / "run", device="cpu")
     for name in ("step-00000004", "step-00000006"):
         assert name in str(error.value)
+    assert "\n" not in str(error.value) and "; fix by restoring" in str(error.value)
 
 
 def test_a_second_writer_is_refused_with_the_process_id(tmp_path: Path, recipe: Recipe) -> None:
