@@ -76,23 +76,6 @@ def is_mild(first, second):
 
 
 @triton.jit
-def mild_factors(g, first, second):
-    """exp(b_t - b_mid), its reciprocal, exp(b_t), exp(b_C - b_t), [C, D] each."""
-    x = (tl.cumsum(g, 0) - first[None, :]) * LOG2E
-    to_q = tl.exp2(x)
-    to_k = tl.exp2(-x)
-    read = to_q * tl.exp2(first * LOG2E)[None, :]
-    return to_q, to_k, read, to_k * tl.exp2(second * LOG2E)[None, :]
-
-
-@triton.jit
-def strong_factors(g, g_next):
-    """exp(b_t), exp(b_C - b_t), [C, D] each; g_next[t] is g[t + 1], and 0 at the chunk's end."""
-    read = tl.exp2(tl.cumsum(g, 0) * LOG2E)
-    return read, tl.exp2(tl.cumsum(g_next, 0, reverse=True) * LOG2E)
-
-
-@triton.jit
 def level_tiles(
     q, k, g, level, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr
 ):

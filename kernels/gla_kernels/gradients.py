@@ -3,7 +3,7 @@
 With q^ = scale * q exp(b_t), k^ = k exp(b_C - b_t) as in ``sweep``, S before and dS after a chunk
 (the reversed sweep wrote dS), and the factored q~, k~ of ``decay``,
 
-    dP   = do v^T                         below its diagonal: the diagonal is added by hand
+    dP   = do v^T                         on and below its diagonal
     dq~  = dP k~,  dk~ = dP^T q~          on strong tiles level by level
     dq   = dq~ to_q + (do S^T) exp(b_t)   times scale
     dk   = dk~ to_k + (v dS^T) exp(b_C - b_t)
@@ -17,8 +17,8 @@ The last three are sums of terms that all contain g_u. The first cancels exactly
 rounding, because the products used the very same rounded q~ and k~. All sums are over one chunk, so
 the error does not grow with T.
 
-A program holds channels [BK] of one head and all of V. S is kept transposed, [V, BK], so that no
-accumulator has to be transposed for a product.
+A program holds channels [BK] of one head and all of V, and reads v and do once where it can. S is
+kept transposed, [V, BK], so that no accumulator has to be transposed for a product.
 
 Sizes and slots: see ``tiles``.
 """
@@ -32,8 +32,8 @@ from gla_kernels.decay import (
     NO_GATE,
     half_sums,
     is_mild,
-    level_tiles,
-    same_block,
+    level_weights,
+    sums,
 )
 from gla_kernels.tiles import (
     bounds_of,
@@ -50,56 +50,59 @@ from gla_kernels.tiles import (
 
 @triton.jit
 def score_gradients(
-    v, v_t, do, do_t, left, levels,
-    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
+    v, v_t, do, do_t, v_tile, do_tile, left, levels, V: tl.constexpr,
+    BV: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """dP [C, C] below its diagonal, what lies above the diagonal of its transpose, the diagonal."""
-    VB: tl.constexpr = BV // 2 if BV > 32 else BV  # in two halves, for the registers
+    """dP [C, C] on and below its diagonal, its transpose above: so the result is symmetric.
+
+    From the tiles if they are whole (VB = BV), else from memory in blocks of VB channels.
+    """
     t = tl.arange(0, C)
     dP = tl.zeros([C, C], tl.float32)
     dPT = tl.zeros([C, C], tl.float32)
-    # A count the compiler does not know: unrolled, the loop would need more registers.
+    # A count the compiler does not know, for 1 too: what it sees as a product whose result goes
+    # into a product, it gives to warps by rows alone; they are too few, and half of the warps
+    # would repeat what the others do, in registers too.
     blocks = tl.where(levels > 0, BV // VB, 0)
     for block in tl.range(blocks, disable_licm=True):
         d = block * VB + tl.arange(0, VB)
-        do_tile = load_tile(do, do_t, left, d, V, C).to(DOT)
-        v_tile = load_tile(v, v_t, left, d, V, C).to(DOT)
-        dP = tl.dot(do_tile, tl.trans(v_tile), dP, input_precision=IP)
-        dPT = tl.dot(v_tile, tl.trans(do_tile), dPT, input_precision=IP)
-    diagonal = tl.sum(tl.where(t[:, None] == t[None, :], dP, 0.0), 1)[:, None]
-    lower = tl.where(t[:, None] > t[None, :], dP, 0.0).to(DOT)
-    upper = tl.where(t[:, None] < t[None, :], dPT, 0.0).to(DOT)
-    return lower, upper, diagonal
+        x = do_tile if VB == BV else load_tile(do, do_t, left, d, V, C).to(DOT)
+        y = v_tile if VB == BV else load_tile(v, v_t, left, d, V, C).to(DOT)
+        dP = tl.dot(x, tl.trans(y), dP, input_precision=IP)
+        dPT = tl.dot(y, tl.trans(x), dPT, input_precision=IP)
+    return tl.where(t[:, None] >= t[None, :], dP, dPT).to(DOT)
 
 
 @triton.jit
 def exact_gradients(
-    q, k, g, lower, upper, levels, C: tl.constexpr,
+    q, k, g, dP, levels, C: tl.constexpr,
     GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """Through the scores of a strong tile: gradients of q, k and q~ dq~ - k~ dk~, [C, BK] each.
 
-    lower, upper: dP [C, C] below its diagonal, and the transpose of that.
+    At a level, q of right halves meets k of left halves, and the other way round: dP [C, C] is
+    symmetric, so one product serves both.
     """
+    t = tl.arange(0, C)
     dq = tl.zeros_like(q)
     dk = tl.zeros_like(q)
     through = tl.zeros_like(q)
-    t = tl.arange(0, C)
-    # Two loops: one needs more registers than there are.
     for level in tl.range(levels, disable_licm=True):
-        right, left, e = level_tiles(q, k, g, level, C, GATE, PARTS, DOT)
-        half = (t >> level) & 1
-        pairs = same_block(level, C) & (half[:, None] > half[None, :])
-        d_right = tl.dot(tl.where(pairs, lower, 0.0).to(DOT), left, input_precision=IP)
-        dq += d_right * e
-        through += right.to(tl.float32) * d_right
-    for level in tl.range(levels, disable_licm=True):
-        right, left, e = level_tiles(q, k, g, level, C, GATE, PARTS, DOT)
-        half = (t >> level) & 1
-        pairs = same_block(level, C) & (half[:, None] < half[None, :])
-        d_left = tl.dot(tl.where(pairs, upper, 0.0).to(DOT), right, input_precision=IP)
-        dk += d_left * e
-        through -= left.to(tl.float32) * d_left
+        e = tl.zeros_like(g)
+        if levels > 0:  # always; as above, the compiler must not see one product in the other
+            e = sums(level_weights(level, C), g, C, GATE, PARTS)
+        e = tl.exp2(e * LOG2E)
+        right = (((t >> level) & 1) == 1)[:, None]
+        x = (tl.where(right, q, k) * e).to(DOT)
+        pairs = ((t[:, None] ^ t[None, :]) >> level) == 1
+        dx = tl.dot(tl.where(pairs, dP, 0.0).to(DOT), x, input_precision=IP)
+        dq += tl.where(right, dx * e, 0.0)
+        dk += tl.where(right, 0.0, dx * e)
+        dx *= x.to(tl.float32)
+        through += tl.where(right, dx, -dx)
+    diagonal = tl.where(t[:, None] == t[None, :], dP, 0.0).to(DOT)
+    dq += tl.dot(diagonal, k.to(DOT), input_precision=IP)
+    dk += tl.dot(diagonal, q.to(DOT), input_precision=IP)
     return dq, dk, through
 
 
@@ -117,7 +120,7 @@ def gradients_kernel(
     levels,                  # log2(C); known only at run time, so that no loop is unrolled
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, do_b, do_t, do_h,
     k_group, v_group, g_group,   # heads that share one head of k, v, g
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VB: tl.constexpr,
     C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
     DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +137,7 @@ def gradients_kernel(
 
     d_k = tl.program_id(1) * BK + tl.arange(0, BK)
     d_v = tl.arange(0, BV)
+    t = tl.arange(0, C)
     q_rows = rows_at(q, row, first, head, q_b, q_t, q_h)
     k_rows = rows_at(k, row, first, head // k_group, k_b, k_t, k_h)
     v_rows = rows_at(v, row, first, head // v_group, v_b, v_t, v_h)
@@ -165,17 +169,28 @@ def gradients_kernel(
         do_c = do_rows + token * do_t
         q_c = q_rows + token * q_t
         k_c = k_rows + token * k_t
-        lower, upper, diagonal = score_gradients(
-            v_c, v_t, do_c, do_t, left, levels, V, BV, C, DOT, IP
+        # All that the chunk needs is asked for at once, before anything waits for it. In blocks
+        # of values: late, and again, as there are too few registers to hold it.
+        do_tile = load_tile(do_c, do_t, left, d_v, V, C).to(DOT) if VB == BV else None
+        v_tile = load_tile(v_c, v_t, left, d_v, V, C).to(DOT) if VB == BV else None
+        q_read = load_tile(q_c, q_t, left, d_k, K, C)
+        k_read = load_tile(k_c, k_t, left, d_k, K, C)
+        if GATE != NO_GATE:
+            g_c = g_rows + token * g_t
+            gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
+        at = state_at(chunks, chunk_slot + c, head, H, K, V)
+        dS = tl.load(at + cell, mask=cells, other=0.0) if VB == BV else None
+        dP = score_gradients(
+            v_c, v_t, do_c, do_t, v_tile, do_tile, left, levels, V, BV, VB, C, DOT, IP
         )
-        q_tile = load_tile(q_c, q_t, left, d_k, K, C).to(tl.float32) * scale
-        k_tile = load_tile(k_c, k_t, left, d_k, K, C).to(tl.float32)
+        q_tile = q_read.to(tl.float32) * scale
+        k_tile = k_read.to(tl.float32)
+        lower = tl.where(t[:, None] >= t[None, :], dP, 0.0).to(DOT)
+        upper = tl.where(t[:, None] <= t[None, :], dP, 0.0).to(DOT)
         if GATE == NO_GATE:
             dq_tile = tl.dot(lower, k_tile.to(DOT), input_precision=IP)
             dk_tile = tl.dot(upper, q_tile.to(DOT), input_precision=IP)
         else:
-            g_c = g_rows + token * g_t
-            gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
             first_half, second_half = half_sums(gates, C)
             if is_mild(first_half, second_half):
                 b = tl.cumsum(gates, 0)
@@ -191,14 +206,12 @@ def gradients_kernel(
                 dk_tile *= to_k
             else:
                 dq_tile, dk_tile, through = exact_gradients(
-                    q_tile, k_tile, gates, lower, upper, levels, C, GATE, PARTS, DOT, IP
+                    q_tile, k_tile, gates, dP, levels, C, GATE, PARTS, DOT, IP
                 )
                 b = tl.cumsum(gates, 0)
                 rest = tl.cumsum(load_gates(g_c, g_t, left, d_g, GK, C, 1), 0, reverse=True)
-        dq_tile += diagonal * k_tile
-        dk_tile += diagonal * q_tile
-
-        do_tile = load_tile(do_c, do_t, left, d_v, V, C).to(DOT)
+        if VB < BV:
+            do_tile = load_tile(do_c, do_t, left, d_v, V, C).to(DOT)
         from_S = tl.dot(do_tile, S.to(DOT), input_precision=IP)
         if GATE != NO_GATE:
             from_S *= tl.exp2(b * LOG2E)
@@ -206,9 +219,9 @@ def gradients_kernel(
         dq_tile = (dq_tile + from_S) * scale
         store_tile(dq_rows + token * (H * K), dq_tile, H * K, left, d_k, K, C)
 
-        v_tile = load_tile(v_c, v_t, left, d_v, V, C).to(DOT)
-        at = state_at(chunks, chunk_slot + c, head, H, K, V)
-        dS = tl.load(at + cell, mask=cells, other=0.0)
+        if VB < BV:
+            v_tile = load_tile(v_c, v_t, left, d_v, V, C).to(DOT)
+            dS = tl.load(at + cell, mask=cells, other=0.0)
         from_dS = tl.dot(v_tile, dS, input_precision=IP)
         if GATE != NO_GATE:
             write = tl.exp2(rest * LOG2E)

@@ -150,8 +150,8 @@ class Call:
             self.scale, self.T, self.N, self.L, self.H, self.levels,
             *_strides(self.q), *_strides(self.k), *_strides(self.v), *_strides(self.g),
             *_strides(do), *groups,
-            BK=self.config.grad_BK, BV=self.config.grad_BV,
-            num_warps=self.config.grad_warps, **self.products,
+            BK=self.config.grad_BK, BV=self.config.grad_BV, VB=self.config.grad_VB,
+            num_warps=self.config.grad_warps, **(self.products | dict(num_stages=1)),
         )  # fmt: skip
 
     def _gate_group(self) -> int:

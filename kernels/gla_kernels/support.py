@@ -51,8 +51,9 @@ class Config:
         BV: value channels of a sweep's program.
         grad_BK: key channels of a program of the gradients.
         grad_BV: V as a power of two.
+        grad_VB: value channels of a block; fewer than grad_BV, and values are read twice.
         sweep_warps, grad_warps: warps of a program.
-        stages: of the pipeline that loads tiles ahead; 1 is none.
+        stages: of the pipeline that loads a sweep's tiles ahead; 1 is none.
     """
 
     C: int
@@ -60,6 +61,7 @@ class Config:
     BV: int
     grad_BK: int
     grad_BV: int
+    grad_VB: int
     sweep_warps: int
     grad_warps: int
     stages: int
@@ -115,7 +117,7 @@ def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Confi
     BK, BV = _power_of_two(K), _power_of_two(V)
     hopper = device.capability in ((9, 0), (10, 0), (10, 3)) and not wide
     small = not hopper or max(BK, BV) > 128
-    roomy = device.capability in ((8, 0), (8, 6), (8, 9), (10, 0), (10, 3))
+    roomy = device.capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3))
     narrow = BV > 128 or (gated and (wide or not roomy))
     return Config(
         C=32 if small else 64,
@@ -123,6 +125,7 @@ def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Confi
         BV=min(BV, max(32, 4096 // BK) if small else 128),
         grad_BK=min(BK, 16 if narrow else 32),
         grad_BV=BV,
+        grad_VB=max(32, BV // 2) if small and BV > 32 else BV,
         sweep_warps=8,
         grad_warps=8,
         stages=3 if device.capability == (9, 0) and not small else 2,
