@@ -55,6 +55,17 @@ def sums(weights, x, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
+def running_sums(x, C: tl.constexpr, GATE: tl.constexpr, reverse: tl.constexpr = False):
+    """Sums of x [C, D] up to each token, or from it on."""
+    if GATE != CHANNEL_GATE:
+        x = tl.broadcast_to(x, [C, 16])  # Triton 3.6 cannot scan one column on Hopper
+    total = tl.cumsum(x, 0, reverse=reverse)
+    if GATE != CHANNEL_GATE:
+        total = tl.max(total, 1, keep_dims=True)
+    return total
+
+
+@triton.jit
 def level_weights(level, C: tl.constexpr):
     """[C, C] weights of b_t - b_m (right half of a block of 2h tokens) or b_m - b_t (left half)."""
     t = tl.arange(0, C)[:, None]

@@ -33,6 +33,7 @@ from gla_kernels.decay import (
     half_sums,
     is_mild,
     level_weights,
+    running_sums,
     sums,
 )
 from gla_kernels.tiles import (
@@ -193,7 +194,7 @@ def gradients_kernel(
         else:
             first_half, second_half = half_sums(gates, C)
             if is_mild(first_half, second_half):
-                b = tl.cumsum(gates, 0)
+                b = running_sums(gates, C, GATE)
                 rest = (first_half + second_half)[None, :] - b
                 to_q = tl.exp2((b - first_half[None, :]) * LOG2E)
                 x = (q_tile * to_q).to(DOT)
@@ -208,8 +209,9 @@ def gradients_kernel(
                 dq_tile, dk_tile, through = exact_gradients(
                     q_tile, k_tile, gates, dP, levels, C, GATE, PARTS, DOT, IP
                 )
-                b = tl.cumsum(gates, 0)
-                rest = tl.cumsum(load_gates(g_c, g_t, left, d_g, GK, C, 1), 0, reverse=True)
+                b = running_sums(gates, C, GATE)
+                after = load_gates(g_c, g_t, left, d_g, GK, C, 1)
+                rest = running_sums(after, C, GATE, True)
         if VB < BV:
             do_tile = load_tile(do_c, do_t, left, d_v, V, C).to(DOT)
         from_S = tl.dot(do_tile, S.to(DOT), input_precision=IP)
@@ -240,8 +242,8 @@ def gradients_kernel(
                 passing = tl.sum(passing, 1, keep_dims=True)
                 through = tl.sum(through, 1, keep_dims=True)
                 written = tl.sum(written, 1, keep_dims=True)
-            dg_tile = tl.cumsum(through, 0, reverse=True) + passing
-            dg_tile += tl.cumsum(written, 0) - written
+            dg_tile = running_sums(through, C, GATE, True) + passing
+            dg_tile += running_sums(written, C, GATE) - written
             # A gate at the floor is a reset: nothing passes it.
             gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
             dg_tile = tl.where(gates > FLOOR, dg_tile, 0.0)

@@ -24,6 +24,7 @@ from gla_kernels.decay import (
     half_sums,
     is_mild,
     level_tiles,
+    running_sums,
     same_block,
 )
 from gla_kernels.tiles import (
@@ -69,7 +70,7 @@ def scores(
             gates = load_gates(g, g_t, left, d_g, K if GATE == 2 else 1, C, 0)
             first, second = half_sums(gates, C)
             if is_mild(first, second):
-                e = (tl.cumsum(gates, 0) - first[None, :]) * LOG2E
+                e = (running_sums(gates, C, GATE) - first[None, :]) * LOG2E
                 a = (q_tile.to(tl.float32) * scale * tl.exp2(e)).to(DOT)
                 b = (k_tile.to(tl.float32) * tl.exp2(-e)).to(DOT)
                 P = pairs_of(a, b, P, REVERSE, IP)
@@ -122,12 +123,13 @@ def through_state(
         d_g = d if GATE == 2 else tl.arange(0, 1)
         gates = load_gates(g, g_t, left, d_g, GK, C, 0)
         first, second = half_sums(gates, C)
-        b = tl.cumsum(gates, 0)
+        b = running_sums(gates, C, GATE)
         all_ = first + second
         if is_mild(first, second):
             rest = all_[None, :] - b
         else:
-            rest = tl.cumsum(load_gates(g, g_t, left, d_g, GK, C, 1), 0, reverse=True)
+            after = load_gates(g, g_t, left, d_g, GK, C, 1)
+            rest = running_sums(after, C, GATE, True)
         read = b
         write = rest
     if OUTPUT:
