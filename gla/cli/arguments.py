@@ -21,6 +21,7 @@ import tyro
 from gla.errors import ConfigError
 
 Options = TypeVar("Options")
+Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 _SWITCHES = (tyro.conf.FlagCreatePairsOff,)  # --json, without a --no-json

@@ -79,7 +79,7 @@ def article(
     lengths: tuple[int, ...] = (1024, 4096, 8192, 16384, 65536),
     seconds: float = 1.0,
     device: str = "auto",
-    memory: bool = True,
+    no_memory: bool = False,
     out: Path | None = None,
     json: bool = False,
 ) -> int:
@@ -91,7 +91,7 @@ def article(
         lengths: Tokens of the first table.
         seconds: Of each timing.
         device: auto, cpu, cuda, cuda:N or mps.
-        memory: Also measure the second table, which takes some 5 GB.
+        no_memory: Leave out the second table, which takes some 5 GB.
         out: Folder for article.json and article.md.
         json: Print one JSON object.
     """
@@ -102,7 +102,7 @@ def article(
     figures: dict[str, Any] = {
         **_machine(place),
         "first": first_article(place, seconds, _sorted(lengths), _note),
-        "second": second_article(place, _note) if memory else [],
+        "second": [] if no_memory else second_article(place, _note),
     }
     text = article_tables(figures)
     if out is not None:

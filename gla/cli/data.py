@@ -64,6 +64,8 @@ def prepare(
             f"{split.num_bytes:,} bytes of text"
         )
     print(f"left out: {done.duplicates:,} duplicates, {done.skipped:,} faulty records")
+    if (mixture := corpus.end_of_mixture()) is not None:
+        print(mixture)
     size = done.train.num_bytes + done.val.num_bytes - done.resumed_bytes
     print(f"speed: {size / 1e6 / seconds:,.1f} MB of text a second, in {seconds:.1f} s")
     print(f"next: gla train RECIPE --data.path {out}")

@@ -28,8 +28,8 @@ def run(argv: Sequence[str]) -> int:
 def doctor(
     *,
     recommend: bool = False,
-    seq_len: int = 2048,
-    task: Task = "language-model",
+    seq_len: int | None = None,
+    task: Task | None = None,
     json: bool = False,
 ) -> int:
     """Print versions, devices, and which form of the op runs on each device and dtype.
@@ -39,13 +39,21 @@ def doctor(
 
     Args:
         recommend: Print advice on mixers instead.
-        seq_len: With --recommend: tokens of a document.
-        task: With --recommend: text in general, facts to be found again word by word, or one
-            answer a document.
+        seq_len: With --recommend: tokens of a document; 2,048 by default.
+        task: With --recommend: text in general (the default), facts to be found again word by word,
+            or one answer a document.
         json: Print one JSON object instead of text.
+
+    Raises:
+        ConfigError: A length or a task without --recommend, or no positive length.
     """
     if recommend:
-        return _advise(seq_len, task, json)
+        return _advise(2048 if seq_len is None else seq_len, task or "language-model", json)
+    for name, got in (("seq_len", seq_len), ("task", task)):
+        if got is not None:
+            raise ConfigError(
+                f"{name}: got {got!r} without --recommend, expected none; fix by adding --recommend"
+            )
     from gla.train.device import find_compiler
 
     facts = {

@@ -87,7 +87,7 @@ class _Talk:
             return f"/rewind: got {count or 1}, expected 1 to {len(marks)} turns of this branch"
         self.branch.session.rewind(marks[-turns])
         del marks[-turns:]
-        return f"rewound {turns} turns, at token {self.branch.session.position}"
+        return f"rewound {turns} turn{'s' * (turns > 1)}, at token {self.branch.session.position}"
 
 
 def converse(session: Session, request: Request) -> int:

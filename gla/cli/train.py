@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from gla.cli import recipes
-from gla.cli.arguments import print_json, read_with_overrides
+from gla.cli.arguments import Recipe, print_json, read_with_overrides
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,7 @@ class Options:
     Every key of the recipe can be overridden: --train.steps 1000 --optim.lr 2e-3
     """
 
-    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    recipe: Recipe
     """A TOML file, or the name of a recipe that ships with gla."""
     run: Path | None = None
     """Folder of the run, which must not hold one yet; runs/RECIPE by default."""

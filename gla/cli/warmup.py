@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gla.cli import recipes
-from gla.cli.arguments import call
+from gla.cli.arguments import Recipe, call
 from gla.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     return call(warmup, "gla warmup", argv)
 
 
-def warmup(recipe: str, /) -> int:
+def warmup(recipe: Recipe, /) -> int:
     """Compile ahead what a recipe's first step would compile on this GPU; Triton keeps it.
 
     Args:
@@ -37,11 +37,14 @@ def warmup(recipe: str, /) -> int:
     if config.objective.kind != "next_token":
         raise ConfigError(
             f"objective.kind: got {config.objective.kind!r}, expected 'next_token': encoders run "
-            "no Triton kernels; fix: nothing to compile ahead"
+            "no Triton kernels; fix with a recipe of a language model"
         )
     device = resolve_device("auto")
     if device.type != "cuda":
-        raise ConfigError("device: got no GPU, expected one; fix: nothing compiles ahead on a CPU")
+        raise ConfigError(
+            "device: got no GPU, expected one: nothing compiles ahead on a CPU; fix by running it "
+            "on the machine whose GPU will train"
+        )
     start = time.perf_counter()
     pass_once(config, device)
     print(f"compiled in {time.perf_counter() - start:.1f} s")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from gla.train.device import resolve_device, resolve_precision
 from gla.train.distributed import Ranks, code_digest
 from gla.train.encoder_objective import start_from_pretrained
 from gla.train.loop import open_objective
+from gla.train.monitor import note
 from gla.train.objective import LanguageModeling, Objective
 from gla.train.trainer import Trainer
 
@@ -79,10 +80,17 @@ def data_of(folder: Path) -> dict[str, str] | None:
         return None
 
 
-def run_cell(folder: Path, device: str) -> dict[str, Any]:
+def run_cell(
+    folder: Path, device: str, on_tests: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Train and test the cell that ``folder/cell.json`` describes; write and return its result.
 
     A loss that is not finite is a result too: ``status`` is then "diverged".
+
+    Args:
+        folder: Of the cell.
+        device: "auto", "cpu", "cuda", "cuda:N" or "mps".
+        on_tests: Called when training is over and the tests begin.
 
     Raises:
         ConfigError: The validation text is shorter than a row of the tests.
@@ -99,6 +107,9 @@ def run_cell(folder: Path, device: str) -> dict[str, Any]:
             facts = _train(folder, trainer)
             if facts["status"] != "diverged":
                 began = time.perf_counter()
+                if _has_tests(objective, spec["options"]):
+                    note(folder, f"trained {facts['train_seconds']:.0f} s; the tests begin")
+                    on_tests()
                 with trainer.updater.averaged():
                     facts |= _test(objective, config, spec["options"], precision)
                 facts["test_seconds"] = time.perf_counter() - began
@@ -169,6 +180,12 @@ def _train(folder: Path, trainer: Trainer) -> dict[str, Any]:
         "metrics": dict(trainer.validation),
         "train_seconds": trainer.clock["all_seconds"],
     }
+
+
+def _has_tests(objective: Objective, options: Mapping[str, Any]) -> bool:
+    if isinstance(objective, TaskLearning):
+        return bool(objective.task.cases())
+    return isinstance(objective, LanguageModeling) and bool(TextOptions.read(options).lengths)
 
 
 def _test(

@@ -33,6 +33,7 @@ class Progress:
         self._live = Live(console=self._console, auto_refresh=False)
         self._total = plans.number_of_cells(made)
         self._finished = 0
+        self._testing: set[str] = set()
         self._began = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -43,14 +44,24 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
+    def testing(self, folder: str) -> None:
+        """Say that a cell is trained and its tests have begun."""
+        self._testing.add(folder)
+        if not self._console.is_terminal:  # there the table says so
+            say(f"{_short(folder)}: trained, the tests have begun")
+
     def done(self, folder: str, result: dict[str, Any]) -> None:
         """Say that a cell is finished."""
         self._finished += 1
         name, _ = plans.measure_of({folder: result})
         value = plans.value_of(result, name)
         figure = result["status"] if value is None else f"{name} {value:.4f}"
-        seconds = result.get("train_seconds", 0.0)
-        self._say(f"{_short(folder)}: {figure}, trained {seconds:.0f} s ({self._finished} new)")
+        times = "".join(
+            f", {word} {result[key]:.0f} s"
+            for word, key in (("trained", "train_seconds"), ("tested", "test_seconds"))
+            if key in result
+        )
+        self._say(f"{_short(folder)}: {figure}{times} ({self._finished} new)")
 
     def failed(self, folder: str, error: str) -> None:
         """Say that a cell failed."""
@@ -90,7 +101,8 @@ class Progress:
         steps = entry.recipe["train"].get("steps", 1)
         for folder in running:
             if folder.startswith(prefix):
-                text += f" · {last_step(self._out / folder) / steps:.0%}"
+                share = f"{last_step(self._out / folder) / steps:.0%}"
+                text += f" · {'tests' if folder in self._testing else share}"
         return text
 
 

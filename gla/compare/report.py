@@ -18,7 +18,7 @@ from gla.compare.summary import summarize
 
 _COLUMNS = (
     *("task", "variant", "lr", "seed", "status", "parameters", "state_bytes", "steps"),
-    *("train_seconds", "axes", "metric", "value"),
+    *("train_seconds", "test_seconds", "axes", "metric", "value"),
 )
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 68em; margin: 2em auto; padding: 0 1em }
@@ -194,11 +194,12 @@ def _cell_table(cells: Mapping[str, Table]) -> str:
             ", ".join(f"{k} {_short(v)}" for k, v in c["metrics"].items() if v is not None),
             str(c["steps"]),
             f"{c.get('train_seconds', 0):,.0f}",
+            f"{c.get('test_seconds', 0):,.0f}",
             c["digest"][:8],
         ]
         for c in cells.values()
     ]
-    return html_table(["", "", "figures", "steps", "seconds", "digest"], rows)
+    return html_table(["", "", "figures", "steps", "training, s", "tests, s", "digest"], rows)
 
 
 def _short(value: float) -> str:

@@ -117,6 +117,9 @@ def _run(
             if not pool.running:
                 break
             for outcome in pool.poll(_TICK_S):
+                if outcome.testing:
+                    progress.testing(outcome.folder)
+                    continue
                 if outcome.result is not None:
                     results[outcome.folder] = outcome.result
                     progress.done(outcome.folder, outcome.result)

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +29,14 @@ class Outcome(NamedTuple):
         result: What it found; None where it failed.
         error: What went wrong: one line.
         by_user: Whether that is an error of the suite or the machine, so that others fail too.
+        testing: It is not finished: training is over, and its tests begin.
     """
 
     folder: str
     result: dict[str, Any] | None
     error: str = ""
     by_user: bool = False
+    testing: bool = False
 
 
 class Workers:
@@ -87,11 +91,13 @@ class Workers:
         outcomes = []
         for ready in wait(list(connections), seconds):
             number = connections[ready]  # pyright: ignore[reportArgumentType]
-            folder = self._busy.pop(number)
             try:
-                said = json.loads(self._pool[number][1].recv_bytes())
-                outcomes.append(Outcome(**said))
+                outcome = Outcome(**json.loads(self._pool[number][1].recv_bytes()))
+                outcomes.append(outcome)
+                if not outcome.testing:
+                    del self._busy[number]
             except (EOFError, OSError):  # OSError: it died before it read what it was sent
+                folder = self._busy.pop(number)
                 process = self._pool[number][0]
                 process.join()
                 why = f"its process ended with exit code {process.exitcode}"
@@ -127,15 +133,21 @@ def _work(connection: Any, root: str, device: str, threads: int) -> None:
             folder = connection.recv_bytes().decode()
         except (EOFError, OSError):
             return
-        outcome = _train(Path(root), folder, device)
+        outcome = _train(Path(root), folder, device, partial(_say_testing, connection, folder))
         connection.send_bytes(json.dumps(outcome._asdict()).encode())
 
 
-def _train(root: Path, folder: str, device: str) -> Outcome:
+def _say_testing(connection: Any, folder: str) -> None:
+    outcome = Outcome(folder, None, testing=True)
+    with contextlib.suppress(OSError):  # without a listener, the result is written all the same
+        connection.send_bytes(json.dumps(outcome._asdict()).encode())
+
+
+def _train(root: Path, folder: str, device: str, testing: Callable[[], None]) -> Outcome:
     from gla.compare.cell import run_cell
 
     try:
-        return Outcome(folder, run_cell(root / folder, device))
+        return Outcome(folder, run_cell(root / folder, device, testing))
     except GlaError as reason:
         return Outcome(folder, None, str(reason), by_user=True)
     except Exception as reason:

@@ -76,6 +76,7 @@ class Corpus:
         self.max_bad = max_bad
         self.weights = list(weights)
         self.skipped = self.duplicates = 0
+        self._used, self._ended = [0] * len(self.sources), -1
         if max_bad < 0:
             raise ConfigError(f"max_bad: got {max_bad}, expected 0 or more; fix max_bad")
         if self.weights and len(self.weights) != len(self.sources):
@@ -106,8 +107,9 @@ class Corpus:
 
     def _documents(self, read: Callable[[str], Iterator[Document | _Fault]]) -> Iterator[Document]:
         self.skipped = self.duplicates = 0
+        self._used, self._ended = [0] * len(self.sources), -1
         bad = 0
-        streams = [read(source) for source in self.sources]
+        streams = [self._counted(i, read(source)) for i, source in enumerate(self.sources)]
         records = (
             mix(streams, self.weights, _size)
             if self.weights
@@ -123,6 +125,26 @@ class Corpus:
             if bad > self.max_bad:
                 more = f" ({bad} faulty records, max_bad {self.max_bad})" if self.max_bad else ""
                 raise DataError(record.message + more)
+
+    def _counted(
+        self, index: int, stream: Iterator[Document | _Fault]
+    ) -> Iterator[Document | _Fault]:
+        """Count the documents of a source, and remember which source was the last to run out."""
+        for record in stream:
+            self._used[index] += isinstance(record, Document) and record.text != ""
+            yield record
+        self._ended = index
+
+    def end_of_mixture(self) -> str | None:
+        """Say which source ended the mixture, and how much was read; None without weights."""
+        if not self.weights or self._ended < 0:
+            return None
+        pairs = list(zip(self.sources, self._used, strict=True))
+        name, used = pairs.pop(self._ended)
+        others = "; ".join(f"{other}: {count:,} documents used" for other, count in pairs)
+        return f"mixture: ended where {name} ran out, with all of its {used:,} documents used" + (
+            f"; {others}, the rest left out" if others else ""
+        )
 
     def _read_new(self, source: str, seen: set[bytes]) -> Iterator[Document | _Fault]:
         """Read a source without the texts whose digests are in ``seen``, which grows."""

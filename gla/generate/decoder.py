@@ -97,6 +97,14 @@ class Decoder:
         torch._foreach_copy_(mine, graph.buffers)  # pyright: ignore
         return graph.logits.clone()
 
+    @property
+    def weights(self) -> str:
+        """Width of the model's weights: "fp32", "bf16", "int8", or another dtype's name."""
+        if any(isinstance(module, Int8Linear) for module in self.model.modules()):
+            return "int8"
+        name = str(self.model.embed.weight.dtype).removeprefix("torch.")
+        return {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)
+
     def fingerprint(self) -> str:
         """SHA-256 of the model's config and every weight; computed again where one changed."""
         weights = self.model.state_dict()

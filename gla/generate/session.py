@@ -54,6 +54,9 @@ class Mark(NamedTuple):
     unfinished: bytes
     decoder: Decoder
 
+    def __repr__(self) -> str:
+        return f"Mark(tokens={int(self.state.model.position[0])}, waiting={self.waiting!r})"
+
 
 class Score(NamedTuple):
     """How well a text was foreseen.
@@ -321,6 +324,7 @@ class Session:
         # Of a state that has read nothing: how far a cache has grown in this session is no measure.
         like = SessionState(self._decoder.model.init_state(1), self._state.logits)
         loaded, metadata = state.load(path, like, self._decoder.device)
+        metadata.setdefault("weights", self._decoder.weights)  # older files: told by the model's
         for what, expected in self._fingerprints().items():
             if (got := metadata.get(what)) != expected:
                 raise StateError(
@@ -387,7 +391,7 @@ class Session:
 
     def _fingerprints(self) -> dict[str, str]:
         return {
+            "weights": self._decoder.weights,  # first: other weights are another model too
             "model": self._decoder.fingerprint(),
             "tokenizer": self.tokenizer.fingerprint,
-            "dtype": str(self._decoder.model.embed.weight.dtype),
         }

@@ -196,7 +196,13 @@ def mixer_config(table: Mapping[str, Any]) -> BaseModel:
     kind = table.get("kind")
     if not isinstance(kind, str) or kind not in _MIXERS:
         got = "nothing" if kind is None else repr(kind)
-        raise ConfigError(f"kind: got {got}, expected {nearest(str(kind), _MIXERS)}")
+        own = (
+            "; a mixer of your own must be registered (gla.register_mixer) before the recipe or "
+            "run is opened, in the same Python script"
+        )
+        raise ConfigError(
+            f"kind: got {got}, expected {nearest(str(kind), _MIXERS)}{own if kind else ''}"
+        )
     Config = _MIXERS[kind][0]
     try:
         return Config.model_validate(dict(table))

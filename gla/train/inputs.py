@@ -135,6 +135,8 @@ def prepare_data(config: DataConfig, note: Callable[[str], None]) -> None:
             config.val_fraction,
             on_progress=_now_and_then(note),
         )
+    if (mixture := corpus.end_of_mixture()) is not None:
+        note(mixture)
 
 
 def check_prepared(config: DataConfig, note: Callable[[str], None]) -> None:

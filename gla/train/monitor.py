@@ -97,7 +97,7 @@ class Monitor:
     def note(self, text: str) -> None:
         """Write a line to the log and to the terminal."""
         with storage.refused_writes(self.run / "log.txt", CheckpointError):
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._log.write(_dated(text))
         if self._console.is_terminal:
             self._console.print(text, markup=False, highlight=False)
         else:
@@ -198,6 +198,21 @@ class Silent:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: None
+
+
+def note(run: Path, text: str) -> None:
+    """Write a line to a run's log.txt while no ``Monitor`` holds it.
+
+    Raises:
+        CheckpointError: The disk refuses it.
+    """
+    path = run / "log.txt"
+    with storage.refused_writes(path, CheckpointError), open(path, "a", encoding="utf-8") as log:
+        log.write(_dated(text))
+
+
+def _dated(text: str) -> str:
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
 
 
 def say(text: str) -> None:

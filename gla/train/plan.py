@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gla import state as states
+from gla.data.prepare import made_from
 from gla.models.encoder import Encoder
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
@@ -29,7 +31,8 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
         ``weights_bytes`` (with gradients and moments), ``activation_bytes`` (what a micro-batch
         keeps for its backward pass, measured on two short rows and extended),
         ``checkpoint_bytes``, ``decode_state_bytes`` (of one sequence), ``data`` (path, whether it
-        is prepared, sources) and ``layers``.
+        is prepared, its sources: those it was prepared from where the recipe names none) and
+        ``layers``.
     """
     place = resolve_device(device)
     precision = resolve_precision(config.train.precision, place)
@@ -63,7 +66,7 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
         "data": {
             "path": config.data.path,
             "prepared": prepared,
-            "sources": list(config.data.sources),
+            "sources": list(config.data.sources or _made_from(config.data.path)),
             "vocab_size": size,
         },
     }
@@ -74,6 +77,7 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
     data = figures["data"]
     state = "prepared" if data["prepared"] else "not prepared yet"
     gib = {k: f"{figures[k] / 2**30:.2f} GiB" for k in ("weights_bytes", "activation_bytes")}
+    unnamed = "not recorded in the prepared data" if data["prepared"] else "none named"
     return [
         f"parameters        {figures['parameters']:,}",
         f"layers            {', '.join(figures['layers'])}",
@@ -85,8 +89,14 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
         f"checkpoint        {figures['checkpoint_bytes'] / 2**20:.1f} MiB",
         f"decode state      {figures['decode_state_bytes']:,} bytes",
         f"data              {data['path']} ({state}), vocabulary {data['vocab_size']:,}",
-        f"data sources      {', '.join(data['sources']) or 'none named'}",
+        f"data sources      {', '.join(data['sources']) or unnamed}",
     ]
+
+
+def _made_from(path: str) -> list[str]:
+    """Sources that prepared data say they were made from; none where they do not say."""
+    sources = (made_from(Path(path)) or {}).get("sources")
+    return [str(source) for source in sources] if isinstance(sources, list) else []
 
 
 def _build(config: RunConfig) -> LanguageModel | Encoder:

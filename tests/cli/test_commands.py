@@ -283,7 +283,7 @@ while each
     shown = capsys.readouterr()
     notes = shown.err.splitlines()
     assert notes[0].startswith("made branch other, at token ")
-    assert notes[1].startswith("rewound 1 turns") and "got 7, expected 1 to 1 turns" in notes[2]
+    assert notes[1].startswith("rewound 1 turn, ") and "got 7, expected 1 to 1 turns" in notes[2]
     assert "talk.state" in notes[3] and notes[4].startswith("in branch main")
     assert notes[5].startswith("/what: got an unknown command")
     text = shown.out
@@ -384,6 +384,8 @@ def test_rows_under_another_name_and_sources_by_weight(
         for split in ("train", "val")
     )
     assert documents in (50, 51)
+    assert f"mixture: ended where {sources[0]} ran out, with all of its 40 documents used" in shown
+    assert f"{sources[1]}: {documents - 40} documents used, the rest left out" in shown
     made = json.loads((tmp_path / "data/made_from.json").read_text())
     assert made["weights"] == [1, 0.25] and made["text_field"] == "body"
 

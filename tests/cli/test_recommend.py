@@ -54,3 +54,15 @@ def test_the_command(capsys):
     assert main(["doctor", "--recommend", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seq_len"] == 2048
     assert main(["doctor", "--recommend", "--seq-len", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [(["--seq-len", "5"], "seq_len: got 5"), (["--task", "recall"], "task: got 'recall'")],
+)
+def test_what_only_advice_reads_is_refused_without_it(option, named, capsys):
+    assert main(["doctor", *option]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
+        f"gla: {named} without --recommend, expected none; fix by adding --recommend\n"
+    )

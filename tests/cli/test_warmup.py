@@ -18,7 +18,13 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
     assert main(["warmup", "demo"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "device: got no GPU" in said
+    assert "device: got no GPU, expected one" in said and "; fix by" in said
+
+
+def test_its_help_names_the_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["warmup", "--help"])
+    assert "RECIPE" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_an_encoder_has_nothing_to_compile(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,15 @@ def test_the_articles_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = (tmp_path / "article.md").read_text()
     assert text == article_tables(figures) + "\n"
     assert "| standard | 1,024 |" in text and "| linformer 128 | 8 | 64 | " in text
+
+
+def test_without_the_second_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert article(lengths=(128,), seconds=0.01, device="cpu", no_memory=True, json=True) == 0
+    assert json.loads(capsys.readouterr().out)["second"] == []
+    with pytest.raises(SystemExit):
+        main(["bench", "article", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--no-memory\W+Leave out the second table", shown)
 
 
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

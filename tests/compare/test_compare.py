@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gla.cli.main import main
 from gla.compare.cell import run_cell, write_spec
 from gla.compare.plan import known_cells, plan
+from gla.compare.progress import Progress
 from gla.compare.suite import load_suite
 from gla.compare.workers import Workers
 
@@ -41,6 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict
     root = tmp_path_factory.mktemp("finished")
     (root / "tiny.toml").write_text(SUITE)
     done = gla(root / "tiny.toml", "--out", root / "out", "--jobs", 1, "--json")
+    (root / "stderr.txt").write_text(done.stderr)
     return root / "tiny.toml", root / "out", json.loads(done.stdout)
 
 
@@ -81,6 +85,34 @@ def test_every_cell_says_what_made_it(finished: tuple[Path, Path, dict]) -> None
         assert json.loads((out / folder / "cell.json").read_text())["digest"] == cell["digest"]
         assert (out / folder / "config.toml").exists() and (out / folder / "metrics.jsonl").exists()
         assert not (out / folder / "checkpoints").exists()
+
+
+def test_what_is_said_of_training_and_tests(finished: tuple[Path, Path, dict]) -> None:
+    suite, out, printed = finished
+    lines = (suite.parent / "stderr.txt").read_text().splitlines()
+    for folder, cell in printed["cells"].items():
+        name = f"recall {cell['variant']} lr-{cell['lr']:g}-seed-{cell['seed']}: "
+        begun, done = (line.removeprefix(name) for line in lines if line.startswith(name))
+        assert begun == "trained, the tests have begun"
+        times = f"trained {cell['train_seconds']:.0f} s, tested {cell['test_seconds']:.0f} s"
+        assert re.fullmatch(rf"accuracy 0\.\d+, {times} \(\d new\)", done)
+        assert cell["test_seconds"] > 0
+        log = (out / folder / "log.txt").read_text().splitlines()
+        assert log[-1].endswith(f"trained {cell['train_seconds']:.0f} s; the tests begin")
+
+
+def test_the_live_table_says_which_cells_are_in_their_tests(
+    suite_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(load_suite(suite_file))
+    first, second = (cell.folder for cell in known_cells(made, {})[:2])
+    progress = Progress(made, tmp_path)
+    progress.testing(first)
+    console = Console(width=100)
+    console.print(progress._table({}, [first, second]))
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    cells = {row[0]: row[1].strip() for row in rows if len(row) == 2}
+    assert (cells["softmax"], cells["gla"]) == ("– · tests", "– · 0%")
 
 
 def test_the_files_of_the_report(finished: tuple[Path, Path, dict]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_a_corpus_with_weights(tmp_path: Path) -> None:
     assert sum(text.startswith("b") for text in texts) in (33, 34)
     assert [text[0] for text in texts[:5]].count("a") >= 3
     assert [d.text for d in corpus] == texts
+    used = sum(text.startswith("b") for text in texts)
+    assert corpus.end_of_mixture() == (
+        f"mixture: ended where {tmp_path / 'a'} ran out, with all of its 100 documents used; "
+        f"{tmp_path / 'b'}: {used} documents used, the rest left out"
+    )
+    assert Corpus([tmp_path / "a"], weights=[1]).end_of_mixture() is None  # not read yet
+    plain = Corpus([tmp_path / "a", tmp_path / "b"])
+    assert len(list(plain)) == 200 and plain.end_of_mixture() is None
 
 
 def test_shares_are_those_of_what_is_kept(tmp_path: Path) -> None:
@@ -63,6 +72,9 @@ def test_shares_are_those_of_what_is_kept(tmp_path: Path) -> None:
             assert abs(sum(text[0] == "a" for text in texts[:n]) - 0.75 * n) <= 1, n
         assert [text for text in texts if text[0] == "a"] == rows
         assert corpus.duplicates >= 3 * 90
+        said = corpus.end_of_mixture()
+        assert said is not None and "a.jsonl ran out" in said
+        assert sum(map(int, re.findall(r"(\d+) documents used", said))) == len(texts)
     assert [document.text for document in corpus].count(rows[0]) == 4
 
 

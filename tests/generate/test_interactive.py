@@ -40,7 +40,7 @@ def test_a_line_that_is_no_text_is_refused_and_is_no_turn(session, type_in, caps
     assert converse(session, REQUEST) == 0
     notes = capsys.readouterr().err.splitlines()
     assert notes[0].startswith("text: got the lone surrogate U+DCFF at character 2")
-    assert notes[1].startswith("rewound 1 turns, at token 1") and session.position == 1
+    assert notes[1].startswith("rewound 1 turn, at token 1") and session.position == 1
     assert notes[2] == "/rewind: got 1, expected 1 to 0 turns of this branch"
 
 
@@ -50,6 +50,7 @@ def test_only_so_many_turns_are_kept(session, type_in, capsys, monkeypatch):
     assert converse(session, REQUEST) == 0
     notes = capsys.readouterr().err.splitlines()
     assert notes[0] == "/rewind: got 3, expected 1 to 2 turns of this branch"
+    assert notes[1].startswith("rewound 2 turns, at token")
     twin = Session(session._decoder.model, session.tokenizer)
     for line in ("a\n", "b\n"):
         twin.read(line)

@@ -252,6 +252,15 @@ def test_bytes_that_are_no_character_are_replaced(tokenizer, session, script):
     assert "".join(session.generate(4)) == "\ufffd\ufffd\ufffd("
 
 
+def test_a_mark_prints_as_one_short_line(session):
+    session.read("abc de (fgh")
+    mark = session.mark()
+    assert (
+        repr(mark) == f"Mark(tokens={int(mark.state.model.position[0])}, waiting={mark.waiting!r})"
+    )
+    assert mark.waiting == session._waiting != "" and len(repr(mark)) < 50
+
+
 def test_the_end_mark_stops_and_stays_out_of_the_state(tokenizer, session, script):
     script([*tokenizer.encode("a"), tokenizer.eos_id, *tokenizer.encode("b")])
     assert list(session.generate(10)) == ["a"]

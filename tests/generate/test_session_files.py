@@ -147,6 +147,29 @@ def test_another_dtype_is_refused(run, model, tokenizer, tmp_path, monkeypatch):
         Session.load(tmp_path / "wide", run)
 
 
+def test_another_width_of_weights_is_named(saved, run, tmp_path):
+    with pytest.raises(StateError, match="got the state of weights fp32, expected int8; fix"):
+        Session.load(saved[1], run, weights="int8")
+    for weights, other in (("int8", "bf16"), ("bf16", "fp32")):
+        session = Session.open(run, weights=weights)
+        session.save(tmp_path / "narrow.state")
+        Session.load(tmp_path / "narrow.state", run, weights=weights)
+        with pytest.raises(StateError, match=f"weights {weights}, expected {other}; fix"):
+            Session.load(tmp_path / "narrow.state", run, weights=other)
+
+
+def test_a_state_that_does_not_name_its_width_is_told_by_the_model(saved, run):
+    from gla import state
+
+    session, path = saved
+    _, metadata = state.load(path, session._state)
+    del metadata["weights"]
+    state.save(session._state, path, metadata)
+    assert Session.load(path, run).position == session.position
+    with pytest.raises(StateError, match="got the state of model"):
+        Session.load(path, run, weights="int8")
+
+
 def test_a_state_that_no_session_wrote_is_refused(run, model, tmp_path):
     from gla import state
 

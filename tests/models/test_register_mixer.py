@@ -60,6 +60,16 @@ def test_the_example_is_initialized_like_any_mixer(example):
     assert abs(ratio.item() - 6**-0.5) < 0.05  # 1 / sqrt(2 * 3 blocks)
 
 
+def test_a_mixer_that_is_not_registered_is_told_of():
+    with pytest.raises(ConfigError) as caught:
+        gla.ModelConfig(
+            d_model=64, vocab_size=256, layers=["mean"], mixers={"mean": {"kind": "average"}}
+        )
+    line = str(caught.value)
+    assert line.startswith("mixers.mean.kind: got 'average', expected one of ")
+    assert "\n" not in line and "must be registered (gla.register_mixer) before" in line
+
+
 def test_a_config_without_its_kind_is_refused():
     class Nameless(MixerConfig):
         width: int = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def test_the_figures_are_those_of_the_model(recipe: Recipe) -> None:
     assert figures["weights_bytes"] == 4 * 4 * model.num_parameters()
     assert figures["data"]["prepared"]
     json.dumps(figures, allow_nan=False)
+
+
+def test_prepared_data_name_what_they_were_made_from(recipe: Recipe, tmp_path: Path) -> None:
+    config = recipe()
+    texts = str(Path(config.data.path).parent / "texts")
+    assert f"data sources      {texts}" in describe(plan(config, "cpu"))
+    shutil.copytree(config.data.path, tmp_path / "data")
+    (tmp_path / "data" / "made_from.json").unlink()
+    silent = plan(recipe(data__path=str(tmp_path / "data")), "cpu")
+    assert "data sources      not recorded in the prepared data" in describe(silent)
 
 
 def test_the_activations_are_those_that_autograd_keeps(recipe: Recipe) -> None:
