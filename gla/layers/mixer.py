@@ -197,8 +197,8 @@ def mixer_config(table: Mapping[str, Any]) -> BaseModel:
     if not isinstance(kind, str) or kind not in _MIXERS:
         got = "nothing" if kind is None else repr(kind)
         own = (
-            "; a mixer of your own must be registered (gla.register_mixer) before the recipe or "
-            "run is opened, in the same Python script"
+            ", or register a mixer of your own (gla.register_mixer) before the recipe or run is "
+            "opened, in the same Python script"
         )
         raise ConfigError(
             f"kind: got {got}, expected {nearest(str(kind), _MIXERS)}{own if kind else ''}"
