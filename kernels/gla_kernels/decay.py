@@ -55,11 +55,11 @@ def sums(weights, x, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def running_sums(x, C: tl.constexpr, GATE: tl.constexpr, reverse: tl.constexpr = False):
+def running_sums(x, C: tl.constexpr, GATE: tl.constexpr, REVERSE: tl.constexpr):
     """Sums of x [C, D] up to each token, or from it on."""
     if GATE != CHANNEL_GATE:
         x = tl.broadcast_to(x, [C, 16])  # Triton 3.6 cannot scan one column on Hopper
-    total = tl.cumsum(x, 0, reverse=reverse)
+    total = tl.cumsum(x, 0, reverse=REVERSE)
     if GATE != CHANNEL_GATE:
         total = tl.max(total, 1, keep_dims=True)
     return total

@@ -194,7 +194,7 @@ def gradients_kernel(
         else:
             first_half, second_half = half_sums(gates, C)
             if is_mild(first_half, second_half):
-                b = running_sums(gates, C, GATE)
+                b = running_sums(gates, C, GATE, False)
                 rest = (first_half + second_half)[None, :] - b
                 to_q = tl.exp2((b - first_half[None, :]) * LOG2E)
                 x = (q_tile * to_q).to(DOT)
@@ -209,7 +209,7 @@ def gradients_kernel(
                 dq_tile, dk_tile, through = exact_gradients(
                     q_tile, k_tile, gates, dP, levels, C, GATE, PARTS, DOT, IP
                 )
-                b = running_sums(gates, C, GATE)
+                b = running_sums(gates, C, GATE, False)
                 after = load_gates(g_c, g_t, left, d_g, GK, C, 1)
                 rest = running_sums(after, C, GATE, True)
         if VB < BV:
@@ -243,7 +243,7 @@ def gradients_kernel(
                 through = tl.sum(through, 1, keep_dims=True)
                 written = tl.sum(written, 1, keep_dims=True)
             dg_tile = running_sums(through, C, GATE, True) + passing
-            dg_tile += running_sums(written, C, GATE) - written
+            dg_tile += running_sums(written, C, GATE, False) - written
             # A gate at the floor is a reset: nothing passes it.
             gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
             dg_tile = tl.where(gates > FLOOR, dg_tile, 0.0)

@@ -70,7 +70,7 @@ def scores(
             gates = load_gates(g, g_t, left, d_g, K if GATE == 2 else 1, C, 0)
             first, second = half_sums(gates, C)
             if is_mild(first, second):
-                e = (running_sums(gates, C, GATE) - first[None, :]) * LOG2E
+                e = (running_sums(gates, C, GATE, False) - first[None, :]) * LOG2E
                 a = (q_tile.to(tl.float32) * scale * tl.exp2(e)).to(DOT)
                 b = (k_tile.to(tl.float32) * tl.exp2(-e)).to(DOT)
                 P = pairs_of(a, b, P, REVERSE, IP)
@@ -123,7 +123,7 @@ def through_state(
         d_g = d if GATE == 2 else tl.arange(0, 1)
         gates = load_gates(g, g_t, left, d_g, GK, C, 0)
         first, second = half_sums(gates, C)
-        b = running_sums(gates, C, GATE)
+        b = running_sums(gates, C, GATE, False)
         all_ = first + second
         if is_mild(first, second):
             rest = all_[None, :] - b
