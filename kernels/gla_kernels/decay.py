@@ -31,6 +31,8 @@ import triton.language as tl
 MILD = tl.constexpr(24.0)
 FLOOR = tl.constexpr(-110.0)
 LOG2E = tl.constexpr(1.4426950408889634)
+# Triton 3.6 cannot scan a tile of one column for Hopper; a wider one takes more registers.
+SCANS_COLUMNS = tl.constexpr(int(tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)))
 # What GATE says: no gate, one a head, one a key channel.
 NO_GATE = tl.constexpr(0)
 HEAD_GATE = tl.constexpr(1)
@@ -57,12 +59,10 @@ def sums(weights, x, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def running_sums(x, C: tl.constexpr, GATE: tl.constexpr, REVERSE: tl.constexpr):
     """Sums of x [C, D] up to each token, or from it on."""
-    if GATE != CHANNEL_GATE:
-        x = tl.broadcast_to(x, [C, 16])  # Triton 3.6 cannot scan one column on Hopper
-    total = tl.cumsum(x, 0, reverse=REVERSE)
-    if GATE != CHANNEL_GATE:
-        total = tl.max(total, 1, keep_dims=True)
-    return total
+    if GATE != CHANNEL_GATE and SCANS_COLUMNS == 0:
+        wide = tl.cumsum(tl.broadcast_to(x, [C, 16]), 0, reverse=REVERSE)
+        return tl.max(wide, 1, keep_dims=True)
+    return tl.cumsum(x, 0, reverse=REVERSE)
 
 
 @triton.jit
