@@ -117,9 +117,10 @@ def test_strong_gates_that_need_no_gradient_in_half_precision(impl: str, pattern
     inputs = make_inputs(1, 130, 2, 32, 32, level=-20.0, pattern=pattern, dtype=torch.bfloat16)
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     assert inputs.log_decay is not None
-    got = gla.gated_linear_attention(*leaves, inputs.log_decay, impl=impl).o
+    got = gla.gated_linear_attention(*leaves, log_decay=inputs.log_decay, impl=impl).o
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    want = gla.gated_linear_attention(*wide, inputs.log_decay.double(), impl="recurrent").o
+    gates = inputs.log_decay.double()
+    want = gla.gated_linear_attention(*wide, log_decay=gates, impl="recurrent").o
     for a, b in zip(
         torch.autograd.grad(got.float().square().sum(), leaves),
         torch.autograd.grad(want.square().sum(), wide),
