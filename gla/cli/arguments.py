@@ -101,8 +101,14 @@ def _gist(box: str) -> str:
         (r"Expected (one of .+)\.$", r"command: got none, expected \1"),
     ):
         if found := re.match(pattern, text):
-            return found.expand(gist)
+            return re.sub(r"one of [({](.+)[)}]$", _one_of, found.expand(gist))
     return text
+
+
+def _one_of(choices: re.Match[str]) -> str:
+    """Return "one of a, b" for choices that tyro gives in any order, None among them."""
+    names = set(re.findall(r"[\w-]+", choices[1])) - {"None"}
+    return "one of " + ", ".join(sorted(names))
 
 
 def read_with_overrides(

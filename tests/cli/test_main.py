@@ -80,7 +80,10 @@ def test_missing_arguments_are_a_usage_error(
             "--val-fraction: got 'abc', expected a number",
         ),
         ("eval r --batches x", "--batches: got 'x', expected a whole number; see gla eval --help"),
-        ("doctor --task sum", "--task: got 'sum', expected one of ('language-model', "),
+        (
+            "doctor --task sum",
+            "--task: got 'sum', expected one of classify, language-model, recall; see gla",
+        ),
         ("generate r --max-new-tokens", "--max-new-tokens: got no value, expected one"),
         ("data prepar x", "prepar: got an unknown option, expected prepare; see gla data --help"),
         ("eval", "RUN: got none, expected: Folder of the run; see gla eval --help"),
