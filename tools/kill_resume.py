@@ -18,14 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "train"
-sys.path.insert(0, str(TESTS))
-
-from conftest import write_texts  # noqa: E402
-from test_resume import assert_same, assert_same_board, run_driver  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 from gla.data.prepare import prepare  # noqa: E402
 from gla.data.tokenizer import Tokenizer  # noqa: E402
+from tests.train.conftest import write_texts  # noqa: E402
+from tests.train.test_resume import assert_same, assert_same_board, run_driver  # noqa: E402
 
 
 def main() -> int:

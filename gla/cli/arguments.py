@@ -77,6 +77,7 @@ def _in_one_line(prog: str) -> Iterator[None]:
 def _gist(box: str) -> str:
     """Return what a box of tyro's says, as "option: got X, expected Y"."""
     # A title, what is wrong, and help; between them lines of bars or dashes, as the terminal has.
+    box = re.sub(r"\x1b\[[\d;]*m", "", box)  # colours of a terminal
     lines = [line.strip("│╰─╯ ") for line in box.splitlines()[1:]]
     lines = [line if line.strip("-") else "" for line in lines]
     lines = list(itertools.dropwhile(lambda line: not line, lines))

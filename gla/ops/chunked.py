@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla.ops.decay import Factors, Levels, Strong, mild_gate_grad, shared
+from gla.ops.decay import Factors, mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
 from gla.ops.layout import Layout, Segment, boundaries
 from gla.ops.memory import Buffers, empty
@@ -232,15 +232,15 @@ def _gradients(
     if f is None:
         dP.tril_()
         return [(dq.baddbmm_(dP, k), 1.0), (dk.baddbmm_(dP.transpose(1, 2), q), 1.0), (dv, 1.0)]
-    strong, exact = f.strong, None
-    if strong is not None and levels is not None:
-        exact = _exact_gradients(levels, strong, tiles, (dq, dk, dP), scan, back, work)
-        if strong.which is None:
+    exact, which = None, None
+    if levels is not None:
+        exact, which = _exact_gradients(tiles, dq, dk, dP, scan, back, work), levels.strong.which
+        if which is None:
             dq = exact[0].addcmul_(work.widen("dq_wide", dq), f.to_q)
             dk = exact[1].addcmul_(work.widen("dk_wide", dk), f.to_k)
             found: list[Graded] = [(dq, 1.0), (dk, 1.0), (dv, 1.0)]
             return [*found, (exact[2], 1.0)] if need_gate else found
-        dP.index_fill_(0, strong.which, 0.0)
+        dP.index_fill_(0, which, 0.0)
     # A token's own score has no decay in it: its part of q~ dq~ and k~ dk~ is the same, and larger
     # than the rest. It is added after the gate's gradient is taken, which would have to cancel it.
     own = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1).to(work.dtype, copy=True)
@@ -256,12 +256,12 @@ def _gradients(
         found.append((mild_gate_grad(shared(through, D), start, end, work), 1.0))
     dq.addcmul_(own, k)
     dk.addcmul_(own, q)
-    if exact is not None and strong is not None and strong.which is not None:
-        dq.mul_(f.to_q).index_add_(0, strong.which, exact[0])
-        dk.mul_(f.to_k).index_add_(0, strong.which, exact[1])
+    if exact is not None and which is not None:
+        dq.mul_(f.to_q).index_add_(0, which, exact[0])
+        dk.mul_(f.to_k).index_add_(0, which, exact[1])
         found[:2] = [(dq, 1.0), (dk, 1.0)]
         if need_gate:
-            found[3][0].index_copy_(0, strong.which, exact[2])
+            found[3][0].index_copy_(0, which, exact[2])
     return found
 
 
@@ -286,31 +286,26 @@ def _products_at_ends(
 
 
 def _exact_gradients(
-    levels: Levels,
-    strong: Strong,
-    tiles: Tiles,
-    grads: tuple[Tensor, Tensor, Tensor],
-    scan: Scan,
-    back: Scan,
-    work: Buffers,
+    tiles: Tiles, dq: Tensor, dk: Tensor, dP: Tensor, scan: Scan, back: Scan, work: Buffers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk through the scores of the strong tiles, and their whole dg, in buffers.
 
-    ``grads`` are what the states bring to dq and dk, and dP, of all tiles.
+    dq and dk are what the states bring to them, of all tiles.
     """
-    assert tiles.f is not None
+    assert tiles.f is not None and tiles.levels is not None
+    levels = tiles.levels
     named = {
         "q": tiles.q,
         "k": tiles.k,
-        "dq": grads[0],
-        "dk": grads[1],
-        "dP": grads[2],
+        "dq": dq,
+        "dk": dk,
+        "dP": dP,
         "total": tiles.f.total,
         "S": scan.slots[:-1].flatten(0, 1),
         "dS": back.slots[1:].flatten(0, 1),
     }
     picked = {
-        name: work.widen(f"{name} picked wide", strong.take(x, f"{name} picked", work))
+        name: work.widen(f"{name} picked wide", levels.strong.take(x, f"{name} picked", work))
         for name, x in named.items()
     }
     D, through = tiles.f.total.shape[-2], []
@@ -318,8 +313,8 @@ def _exact_gradients(
         out = work(f"{a} {b}", *picked[a].shape)
         through.append(torch.mul(picked[a], picked[b], out=out))
     d_total = shared(through[2].sum(-1) * picked["total"].squeeze(-1), D)
-    dP = picked["dP"].tril_()
-    return levels.gradients(dP, shared(through[0], D), shared(through[1], D), d_total)
+    lower = picked["dP"].tril_()
+    return levels.gradients(lower, shared(through[0], D), shared(through[1], D), d_total)
 
 
 @_backward.register_fake

@@ -213,12 +213,14 @@ class Levels:
     """q and k of the strong tiles at every level: what the exact scores and their gradients share.
 
     Args:
-        q, k: [N, C, K].
-        tree: of the tiles' gates.
+        q, k: [M, C, K], of all tiles of the segment.
+        strong: which of them are strong, N, and their gates.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, tree: Tree, work: Buffers) -> None:
-        self.q, self.k, self.tree, self.work = q, k, tree, work
+    def __init__(self, q: Tensor, k: Tensor, strong: Strong, work: Buffers) -> None:
+        self.q, self.k = strong.take(q, "q_strong", work), strong.take(k, "k_strong", work)
+        self.strong, self.tree, self.work = strong, strong.tree, work
+        tree = strong.tree
         self.right = {h: self._at(h, "q", halves(q, h)[1], e) for h, e in tree.right.items()}
         self.left = {h: self._at(h, "k", halves(k, h)[0], e) for h, e in tree.left.items()}
 

@@ -56,8 +56,7 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
     levels = None
     if f.strong is not None:
         q, k = layout.load(q, s, q_buffer), layout.load(k, s, k_buffer)
-        own_q, own_k = f.strong.take(q, "q_strong", work), f.strong.take(k, "k_strong", work)
-        levels = Levels(own_q, own_k, f.strong.tree, work)
+        levels = Levels(q, k, f.strong, work)
         q = torch.mul(q, f.to_q, out=work("q_scaled", *q.shape))
         k = torch.mul(k, f.to_k, out=work("k_scaled", *k.shape))
     else:
@@ -69,13 +68,14 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
 def scores(tiles: Tiles, work: Buffers) -> Tensor:
     """P [M, C, C], lower triangular: by the factors, or exactly for the strong tiles."""
     M, C, _ = tiles.q.shape
-    levels, strong = tiles.levels, tiles.f and tiles.f.strong
-    if levels is not None and strong is not None and strong.which is None:
-        return work.narrow("P", levels.scores())
+    exact = tiles.levels and tiles.levels.scores()
+    which = tiles.levels and tiles.levels.strong.which
+    if exact is not None and which is None:
+        return work.narrow("P", exact)
     P = work("P", M, C, C, dtype=work.product)
     torch.bmm(tiles.q, tiles.k.transpose(1, 2), out=P).tril_()
-    if levels is not None and strong is not None and strong.which is not None:
-        P.index_copy_(0, strong.which, levels.scores().to(P.dtype))
+    if exact is not None and which is not None:
+        P.index_copy_(0, which, exact.to(P.dtype))
     return P
 
 

@@ -103,7 +103,7 @@ class Server:
             response = _refused(Refusal(413, f"body: got more than {limit} bytes; fix the size"))
         except web.HTTPException as reason:
             asked = f"{request.method} {request.path[:100]!r}"
-            text = f"request: got {asked} ({reason.reason}), expected a path and method of README"
+            text = f"request: got {asked} ({reason.reason}), expected what the README names"
             response = _refused(Refusal(reason.status, text))
         if not response.prepared:
             response.headers.update(_SECURITY_HEADERS)

@@ -104,7 +104,7 @@ class Call:
             self.scale, self.T, self.N, self.L, self.H, self.levels,
             *_strides(self.q), *_strides(self.k), *_strides(w), *_strides(self.g), *groups,
             BK=self.config.BK, BV=self.config.BV, REVERSE=reverse, OUTPUT=out is not None,
-            num_warps=4 if small else self.config.sweep_warps, **self.products,
+            num_warps=4 if small else 8, **self.products,
         )  # fmt: skip
 
     def boundaries(self, w: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
@@ -151,7 +151,7 @@ class Call:
             *_strides(self.q), *_strides(self.k), *_strides(self.v), *_strides(self.g),
             *_strides(do), *groups,
             BK=self.config.grad_BK, BV=self.config.grad_BV, VB=self.config.grad_VB,
-            num_warps=self.config.grad_warps, **(self.products | dict(num_stages=1)),
+            num_warps=8, **(self.products | dict(num_stages=1)),
         )  # fmt: skip
 
     def _gate_group(self) -> int:

@@ -52,7 +52,6 @@ class Config:
         grad_BK: key channels of a program of the gradients.
         grad_BV: V as a power of two.
         grad_VB: value channels of a block; fewer than grad_BV, and values are read twice.
-        sweep_warps, grad_warps: warps of a program.
         stages: of the pipeline that loads a sweep's tiles ahead; 1 is none.
     """
 
@@ -62,8 +61,6 @@ class Config:
     grad_BK: int
     grad_BV: int
     grad_VB: int
-    sweep_warps: int
-    grad_warps: int
     stages: int
 
 
@@ -126,8 +123,6 @@ def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Confi
         grad_BK=min(BK, 16 if narrow else 32),
         grad_BV=BV,
         grad_VB=max(32, BV // 2) if small and BV > 32 else BV,
-        sweep_warps=8,
-        grad_warps=8,
         stages=3 if device.capability == (9, 0) and not small else 2,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,20 @@ def test_wrong_usage_is_one_line(line: str, said: str, capsys: pytest.CaptureFix
     assert main(line.split()) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.count("\n") == 1 and error.startswith(f"gla: {said}")
+
+
+def test_wrong_usage_is_one_line_on_a_terminal() -> None:
+    """Where there are colours and bars."""
+    ours, its = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        command = [sys.executable, "-m", "gla", "eval", "r", "--batches", "x"]
+        env = os.environ | {"TERM": "xterm-256color"}
+        done = subprocess.run(command, stdout=its, stderr=its, stdin=its, env=env, check=False)
+        os.close(its)
+        shown = screen.read(10_000).decode()
+    assert done.returncode == 2
+    expected = "gla: --batches: got 'x', expected a whole number; see gla eval --help"
+    assert shown.splitlines() == [expected]
 
 
 def test_an_unknown_command_names_the_nearest() -> None:

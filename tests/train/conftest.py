@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,19 @@ from gla.train.config import RunConfig, build
 WORDS = "def return for while if else print self value total count item list name".split()
 
 Recipe = Callable[..., RunConfig]
+
+
+CLOCK = {"tokens_per_s", "tokens_per_s_overall", "data_wait", "tflops", "memory_gib"}
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The same without what depends on the clock and the process."""
+    return [{k: v for k, v in row.items() if k not in CLOCK} for row in rows(run)]
 
 
 def write_texts(folder: Path) -> None:

@@ -17,14 +17,9 @@ from gla.errors import CheckpointError
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
 from gla.train.loop import resume, train
+from tests.train.conftest import lines
 
 Recipe = Callable[..., RunConfig]
-CLOCK = {"tokens_per_s", "tokens_per_s_overall", "data_wait", "tflops", "memory_gib"}
-
-
-def lines(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k not in CLOCK} for r in rows]
 
 
 def sampler(model: LanguageModel, _: object) -> str:

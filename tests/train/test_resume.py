@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gla import storage
 from gla.data.shards import TokenDataset
 from gla.train.config import build
+from tests.train.conftest import lines
 
 # One worker for all: the kills are made once, by a fixture of the module.
 pytestmark = pytest.mark.xdist_group("kills")
@@ -37,7 +38,6 @@ KILLED = [
     "before-the-first-checkpoint",
     "in-creation",
 ]
-CLOCK = {"tokens_per_s", "tokens_per_s_overall", "data_wait", "tflops", "memory_gib"}
 STOPPED = {"sigint": 130, "sigterm": 143, "sigterm-twice": 143}
 
 
@@ -105,12 +105,6 @@ def run_driver(folder: Path, data: Path, kills: int, names: tuple[str, ...] | No
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Runs:
     return run_driver(tmp_path_factory.mktemp("runs"), data, kills=10)
-
-
-def lines(run: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock and the process."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k not in CLOCK} for r in rows]
 
 
 def assert_same(run: Path, straight: Path) -> None:
