@@ -3,11 +3,12 @@
     python tools/bench_long.py [--tokens 1000000] [--written 50000] [--json] [--plot long.png]
     python tools/bench_long.py --contexts 256 4096 32768       # beside full softmax models
 
-Resident memory is noted while ``--tokens`` are read and ``--written`` are generated, for a
-recurrent model and a hybrid with windows; then steps at position 1,000 and at the end are timed in
-turn. With ``--contexts`` steps after so many tokens are timed for the same sizes with full softmax
-layers, for the recurrent model's compiled step, and for the Llama of transformers with as many
-parameters and its cache, where that can be imported.
+Logits of a text cut in two are compared with those of the whole. Resident memory is noted while
+``--tokens`` are read and ``--written`` are generated, for a recurrent model and a hybrid with
+windows; then steps at position 1,000 and at the end are timed in turn. With ``--contexts`` steps
+after so many tokens are timed for the same sizes with full softmax layers, for the recurrent
+model's compiled step, and for the Llama of transformers with as many parameters and its cache,
+where that can be imported.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gla import state as states
 from gla.generate.decoder import PREFILL_TOKENS, Decoder
 from gla.models.config import ModelConfig
 from gla.models.language_model import LanguageModel
+from gla.ops.memory import keep_freed_memory
 from gla.state import ModelState
 
 KINDS = {
@@ -206,17 +208,39 @@ def llama_like(model: LanguageModel) -> Any:
     return LlamaForCausalLM(sizes).eval()
 
 
+def parity(decoder: Decoder, tokens: int = 512, cuts: int = 32) -> float:
+    """Largest difference of logits, over the largest logit, between a text cut in two and whole."""
+    text = torch.randint(decoder.model.config.vocab_size, (1, tokens))
+    with torch.no_grad():
+        whole, worst = decoder.model(text).logits, 0.0
+        for cut in torch.linspace(1, tokens - 1, cuts).long().tolist():
+            first = decoder.model(text[:, :cut])
+            second = decoder.model(text[:, cut:], state=first.state)
+            given = torch.cat([first.logits, second.logits], 1)
+            worst = max(worst, float((given - whole).abs().max() / whole.abs().max()))
+    return worst
+
+
 def plot(figures: dict[str, Any], path: str) -> None:
-    """Memory over the run, one line a model."""
+    """Memory over the run, one line a model; tokens/s over the context where that was measured."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4))
-    axes = figure.add_subplot(xlabel="notes over the run", ylabel="resident memory (MB)")
-    for name, row in figures["memory"].items():
-        axes.plot([x / 1e6 for x in row["resident_bytes"]], label=name)
-    most = max(max(row["resident_bytes"]) for row in figures["memory"].values())
-    axes.set_ylim(0, 1.1 * most / 1e6)
-    axes.legend()
+    kinds = [kind for kind in ("memory", "contexts") if figures[kind]]
+    figure = Figure(figsize=(7, 4 * len(kinds)), layout="constrained")
+    for kind, axes in zip(kinds, figure.subplots(len(kinds), squeeze=False)[:, 0], strict=True):
+        if kind == "memory":
+            for name, row in figures[kind].items():
+                axes.plot([x / 1e6 for x in row["resident_bytes"]], label=name)
+            axes.set(xlabel="notes over the run", ylabel="resident memory (MB)")
+            axes.set_ylim(bottom=0)
+        else:
+            for name in next(iter(figures[kind].values())):
+                speeds = [rows[name]["tokens_per_s"] for rows in figures[kind].values()]
+                axes.plot(list(figures[kind]), speeds, marker="o", label=name)
+            axes.set(xlabel="tokens before the step", ylabel="steps a second")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+        axes.legend()
     figure.savefig(path, dpi=120)
 
 
@@ -228,10 +252,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--written", type=int, default=50_000)
     parser.add_argument("--contexts", type=int, nargs="*", default=[])
-    parser.add_argument("--plot", help="a PNG of memory over the run")
+    parser.add_argument("--plot", help="a PNG of memory over the run and speed over context")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
+    keep_freed_memory()  # as the commands do
     decoders = {
         name: Decoder(
             LanguageModel(
@@ -244,7 +269,7 @@ def main() -> None:
         )
         for name, pattern in KINDS.items()
     }
-    figures: dict[str, Any] = {"memory": {}, "contexts": {}}
+    figures: dict[str, Any] = {"memory": {}, "contexts": {}, "parity": {}}
     llama = llama_like(decoders["recurrent"].model) if options.contexts else None
     compiled = Decoder(decoders["recurrent"].model, compiled=True)
     if options.contexts and not options.json:
@@ -263,6 +288,10 @@ def main() -> None:
                 f"{row['state_bytes'] / 1e6:8.2f} MB",
                 flush=True,
             )
+    for name in ("recurrent", "hybrid"):
+        figures["parity"][name] = parity(decoders[name])
+        if not options.json:
+            print(f"{name:10} logits of a text cut in two differ by {figures['parity'][name]:.1e}")
     for name in ("recurrent", "hybrid") if options.tokens else ():
         row = bench_memory(decoders[name], options.tokens, options.written)
         figures["memory"][name] = row

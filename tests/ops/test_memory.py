@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,3 +88,22 @@ def test_nothing_is_kept_without_gradients(impl: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         call(named(inputs), impl)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C library of Linux")
+@pytest.mark.parametrize("kept", [True, False])
+def test_freed_blocks_stay_where_that_is_asked_for(kept: bool) -> None:
+    code = f"""
+import torch
+from gla.ops.memory import keep_freed_memory
+if {kept}:
+    keep_freed_memory()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+blocks = [torch.ones(1 << 20) for _ in range(20)]  # 80 MB
+before = resident()
+del blocks
+print(before - resident())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (float(done.stdout) < 10) == kept
