@@ -232,7 +232,7 @@ def plot(figures: dict[str, Any], path: str) -> None:
             for name, row in figures[kind].items():
                 axes.plot([x / 1e6 for x in row["resident_bytes"]], label=name)
             axes.set(xlabel="notes over the run", ylabel="resident memory (MB)")
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.1 * axes.dataLim.y1)
         else:
             for name in next(iter(figures[kind].values())):
                 speeds = [rows[name]["tokens_per_s"] for rows in figures[kind].values()]

@@ -128,6 +128,7 @@ GROUPS: dict[str, list[dict]] = {
         dict(kind="linear_attention", packed=True),
         dict(kind="linear_attention", compiled=True),
         dict(kind="mamba2"),
+        dict(kind="linear_attention", autocast=True),
     ],
     "packed segments": [
         dict(tokens=250, offsets=[0, 3, 150, 150, 250], segment=64, heads=1),
