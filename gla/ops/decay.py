@@ -220,9 +220,9 @@ class Levels:
     def __init__(self, q: Tensor, k: Tensor, strong: Strong, work: Buffers) -> None:
         self.q, self.k = strong.take(q, "q_strong", work), strong.take(k, "k_strong", work)
         self.strong, self.tree, self.work = strong, strong.tree, work
-        tree = strong.tree
-        self.right = {h: self._at(h, "q", halves(q, h)[1], e) for h, e in tree.right.items()}
-        self.left = {h: self._at(h, "k", halves(k, h)[0], e) for h, e in tree.left.items()}
+        right, left = self.tree.right.items(), self.tree.left.items()
+        self.right = {h: self._at(h, "q", halves(self.q, h)[1], e) for h, e in right}
+        self.left = {h: self._at(h, "k", halves(self.k, h)[0], e) for h, e in left}
 
     def _at(self, h: int, name: str, x: Tensor, decay: Tensor) -> Tensor:
         return torch.mul(x, decay, out=self.work(f"{name} {h}", *x.shape))
