@@ -14,20 +14,30 @@ INIT_STD = 0.02
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I], weight [O, I], bias [O] -> [..., O].
 
-    A compiled graph gets the product with one row, of a decoded token on a CPU, as sums that the
-    compiler makes one loop on all cores; the libraries' own product uses one of them.
+    The product with one row, of a decoded token on a CPU, is written as sums over products: the
+    libraries' own runs on one core. A compiled graph makes one loop of it, in any dtype; without,
+    the products are stored, which pays for fp32 weights of middle sizes.
     """
-    if not is_one_compiled_row(x):
+    if not (is_one_compiled_row(x) or _is_one_eager_row(x, weight)):
         return F.linear(x, weight, bias)
     y = row_sums(x, weight)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def is_one_compiled_row(x: Tensor) -> bool:
-    """Whether products with x [..., I] are to be written as sums; see ``linear``."""
+def _is_one_row(x: Tensor) -> bool:
     one_row = x.numel() == x.shape[-1] and x.device.type == "cpu"
-    return one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    return one_row and not torch.is_grad_enabled()
+
+
+def is_one_compiled_row(x: Tensor) -> bool:
+    """Whether products with x [..., I] are to be written as sums in a graph; see ``linear``."""
+    return torch.compiler.is_compiling() and _is_one_row(x)
+
+
+def _is_one_eager_row(x: Tensor, weight: Tensor) -> bool:
+    wide = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return wide and 1 << 15 < weight.numel() <= 1 << 22 and _is_one_row(x)
 
 
 def row_sums(x: Tensor, weight: Tensor) -> Tensor:
