@@ -111,9 +111,11 @@ def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
     """Memory while tokens are read and written, and the time of steps at 1,000 and at the end."""
     state = read(decoder, None, 1000)
     early = Steps(decoder, state)
-    memory, live, began = [resident_bytes()], [allocated_bytes()], time.perf_counter()
+    position, memory, live = [1000], [resident_bytes()], [allocated_bytes()]
+    began = time.perf_counter()
     for _ in range(_NOTED):
         state = read(decoder, state, tokens // _NOTED)
+        position.append(position[-1] + tokens // _NOTED)
         memory.append(resident_bytes())
         live.append(allocated_bytes())
     reading = time.perf_counter() - began
@@ -123,6 +125,7 @@ def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
         logits, state = decoder.step(token, state)
         token = logits.argmax(-1)
         if i % max(1, written // _NOTED) == 0:
+            position.append(1000 + tokens // _NOTED * _NOTED + i + 1)
             memory.append(resident_bytes())
             live.append(allocated_bytes())
     writing = time.perf_counter() - began
@@ -130,6 +133,7 @@ def bench_memory(decoder: Decoder, tokens: int, written: int) -> dict[str, Any]:
     # The first pieces make the buffers that all later ones use.
     settled, kept = memory[2:], [x for x in live[2:] if x]
     return {
+        "position": position,
         "resident_bytes": memory,
         "memory_change": max(settled) / min(settled) - 1,
         "allocated_bytes": live,
@@ -230,9 +234,10 @@ def plot(figures: dict[str, Any], path: str) -> None:
     for kind, axes in zip(kinds, figure.subplots(len(kinds), squeeze=False)[:, 0], strict=True):
         if kind == "memory":
             for name, row in figures[kind].items():
-                axes.plot([x / 1e6 for x in row["resident_bytes"]], label=name)
-            axes.set(xlabel="notes over the run", ylabel="resident memory (MB)")
-            axes.set_ylim(0, 1.1 * axes.dataLim.y1)
+                megabytes = [x / 1e6 for x in row["resident_bytes"]]
+                axes.plot(row["position"], megabytes, label=name)
+            axes.set(xlabel="tokens read, then written", ylabel="resident memory (MB)")
+            axes.set_ylim(0, 1.25 * axes.dataLim.y1)
         else:
             for name in next(iter(figures[kind].values())):
                 speeds = [rows[name]["tokens_per_s"] for rows in figures[kind].values()]

@@ -7,20 +7,23 @@ Within a chunk of C tokens let ``b_t = g_1 + ... + g_t`` per key channel. The ch
 
 ``b_t - b_s`` is never positive, but as a matrix product it has to be split over q and k.
 
-*Mild tiles.* With the middle of the chunk as reference, ``exp(b_t - b_mid)`` goes to q and its
-reciprocal to k. A tile (one chunk of one head) takes this path only if no channel decays by more
-than ``MILD`` = 16 nats over either half, so no exponent exceeds +16 and nothing is clamped.
+*Mild tiles.* ``exp(b_t)`` goes to q and its reciprocal to k, if in no tile (one chunk of one head)
+of a segment any channel decays by more than ``MILD`` = 16 nats. Otherwise the middle of the chunk
+is the reference, ``exp(b_t - b_mid)`` goes to q, and a tile takes this path if no channel decays by
+more than MILD over either half. So no exponent exceeds +16, and nothing is clamped.
 
 *Strong tiles* take the exact path, which has no positive exponent at all. A pair (t, s) is handled
 at the one level h = C/2, ..., 2, 1 where t lies in the right and s in the left half of the same
 block of 2h tokens: with the block's middle m, ``exp(b_t - b_m)`` and ``exp(b_m - b_s)`` are both at
-most 1, and their product is exact even when one of them underflows to 0. Both exponents are *sums*
-of gates, built bottom-up by ``Tree``, never differences of long sums, so gates of -1e4 or -inf cost
-no precision. A level is one product of C/2 right rows with C/2 left rows, masked to the blocks:
-log2(C) quarter products and log2(C) C K exponentials in place of C^2 K / 2.
+most 1, and their product is exact even when one of them underflows to 0. Both are products of at
+most log2(C) exponentials of *sums* of gates, built bottom-up by ``Tree``, never of differences of
+long sums, so gates of -1e4 or -inf cost no precision. A level is one product of C/2 right rows with
+C/2 left rows, masked to the blocks: log2(C) quarter products, and 2 C K exponentials in all, in
+place of C^2 K / 2.
 
-Gates are floored first (``floor_of``): every exponent that contains such a gate gives exactly 0 in
-the working precision with or without the floor, so no value changes and -inf is no special case.
+Gates are floored (``floor_of``) where not all tiles are mild: every exponent that contains such a
+gate gives exactly 0 in the working precision with or without the floor, so no value changes and
+-inf is no special case.
 
 Sizes: N tiles, C tokens of a chunk, K key dimension, D = K (a gate per channel) or 1 (per head).
 """
@@ -54,12 +57,17 @@ def decay_of(x: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.threshold(x, smallest, -math.inf, out=out).exp_()
 
 
+def _flushed(x: Tensor, out: Tensor) -> Tensor:
+    """Products of decays in out, those below the smallest normal number as 0."""
+    return torch.threshold(x, torch.finfo(x.dtype).tiny, 0.0, out=out)
+
+
 class Strong(NamedTuple):
     """The tiles of a segment that take the exact path.
 
     Attributes:
         which: [M] their numbers among the segment's tiles, or None where all of them do.
-        tree: sums of their gates.
+        tree: their decays over parts of a chunk.
     """
 
     which: Tensor | None
@@ -81,46 +89,49 @@ class Factors(NamedTuple):
     """What scales q, k and the state in one tile; all exponents at most MILD.
 
     Attributes:
-        to_q, to_k: [N, C, D]; q~ = q * to_q, k~ = k * to_k.
-        before: [N, D, 1] scales the state that q~ reads.
-        after: [N, D, 1] scales k~^T v on its way into the state.
+        to_q, to_k: q~ = q * to_q, k~ = k * to_k. [N, C, D], or [count, rows, H, C, D] where they lie
+            in the order of the tokens.
+        before: [N, D, 1] scales the state that q~ reads, or None for 1.
+        after: [N, D, 1] scales k~^T v on its way into the state, or None for 1.
         total: [N, D, 1] decay of the state over the chunk.
         strong: the tiles that take the exact path, or None.
     """
 
     to_q: Tensor
     to_k: Tensor
-    before: Tensor
-    after: Tensor
+    before: Tensor | None
+    after: Tensor | None
     total: Tensor
     strong: Strong | None
 
 
 @functools.lru_cache(maxsize=16)
-def _matrices(N: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What maps the gates of N tiles to b_t - b_mid, by blocks of 8 tokens; mid = C/2 - 1.
+def _matrices(
+    N: int, C: int, middle: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """What maps the gates of N tiles to b_t - b_middle, by blocks of 8 tokens; b_0 is 0.
 
     Returns:
         [N * C/8, 8, 8] of sums inside a block (they lie there N times because bmm wants them so),
         and [C/8, C/8] of sums over the blocks between a block and the middle.
     """
     ones = torch.ones(_BLOCK, _BLOCK, dtype=dtype, device=device)
-    half = C // (2 * _BLOCK)
-    inside = torch.stack([-ones.triu(1)] * half + [ones.tril()] * half).repeat(N, 1, 1)
-    i, j = torch.arange(2 * half, device=device).unsqueeze(1), torch.arange(2 * half, device=device)
+    blocks, half = C // _BLOCK, middle // _BLOCK
+    inside = torch.stack([-ones.triu(1)] * half + [ones.tril()] * (blocks - half)).repeat(N, 1, 1)
+    i, j = torch.arange(blocks, device=device).unsqueeze(1), torch.arange(blocks, device=device)
     right = (j >= half) & (j < i)
     left = (j < half) & (j > i) & (i < half)
     return inside, right.to(dtype) - left.to(dtype)
 
 
-def _sums_from_middle(x: Tensor, out: Tensor, transpose: bool = False) -> Tensor:
-    """The map from gates to b_t - b_mid, or its transpose, of x [N, C, D].
+def _sums_from(middle: int, x: Tensor, out: Tensor, transpose: bool = False) -> Tensor:
+    """The map from gates to b_t - b_middle, or its transpose, of x [N, C, D].
 
     Sums start at the middle, so nothing cancels, and at most 8 terms and the blocks between are
     added one after another: 31 small gates after a large one would all round the same way.
     """
     N, C, D = x.shape
-    inside, between = _matrices(N, C, x.dtype, x.device)
+    inside, between = _matrices(N, C, middle, x.dtype, x.device)
     if transpose:
         inside, between = inside.transpose(1, 2), between.T
     torch.bmm(inside, x.view(-1, _BLOCK, D), out=out.view(-1, _BLOCK, D))
@@ -129,66 +140,90 @@ def _sums_from_middle(x: Tensor, out: Tensor, transpose: bool = False) -> Tensor
     return out
 
 
+def factors_from_start(g: Tensor, C: int, H: int, work: Buffers) -> Factors | None:
+    """Factors with the chunks' starts as reference; None where a channel decays too much for that.
+
+    Args:
+        g: gates in the order of the tokens [rows, count * C, G, D], G a divisor of H.
+        C, H: tokens of a chunk, heads.
+        work: to_q and to_k will lie in it.
+    """
+    rows, tokens, G, D = g.shape
+    g = work.widen("g_tokens", g).reshape(-1, C, G * D).contiguous()
+    x, to_k = (work(name, *g.shape) for name in ("to_q_tokens", "to_k_tokens"))
+    total = _sums_from(0, g, x)[:, -1]
+    if not bool(total.min() >= -MILD):  # so written that the NaN of 0 * -inf is too much
+        return None
+    torch.reciprocal(x.exp_(), out=to_k)
+    by_chunk = (rows, tokens // C, C, G, D)
+    order = (1, 0, 3, 2, 4)
+    to_q, to_k = (_to_heads(y.view(by_chunk).permute(order), H) for y in (x, to_k))
+    total = _to_heads(total.view(rows, tokens // C, 1, G, D).permute(order), H)
+    total = total.reshape(-1, D, 1)
+    return Factors(to_q, to_k, None, total, total, None)
+
+
+def _to_heads(x: Tensor, H: int) -> Tensor:
+    """[count, rows, G, C, D] -> [count, rows, H, C, D]: each of G heads for H / G."""
+    return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2)
+
+
 def factors(g: Tensor, work: Buffers) -> Factors:
     """Factors of N tiles from their gates g [N, C, D], which are floored in place.
 
     to_q and to_k lie in ``work``.
     """
     N, C, D = g.shape
-    x, to_k, strong = work("to_q", N, C, D), work("to_k", N, C, D), None
-    decays = _halves_of(g, x)
-    if not bool(decays.min() >= -MILD):  # so written that the NaN of -inf - -inf is strong
-        decays = _halves_of(g.clamp_min_(floor_of(g.dtype)), x)
-        mild = (decays >= -MILD).all(-1).all(0)
-        which = (~mild).nonzero().squeeze(-1) if bool(mild.any()) else None
-        strong = Strong(which, Tree(_take(g, which, "g_strong", work), work))
-    before, after = decay_of(decays).unsqueeze(-1)
+    x = _sums_from(C // 2, g.clamp_min_(floor_of(g.dtype)), work("to_q", N, C, D))
+    decays = torch.stack((g[:, 0] - x[:, 0], x[:, -1]))  # of the chunks' halves
     total = decay_of(decays.sum(0)).unsqueeze(-1)
-    if strong is None or strong.which is not None:
-        torch.reciprocal(x.exp_(), out=to_k)
-    if strong is not None:
-        for out, sums in ((x, strong.tree.prefix), (to_k, strong.tree.suffix)):
-            if strong.which is None:
-                decay_of(sums, out=out)
-            else:
-                part = decay_of(sums, out=work("decay_strong", *sums.shape))
-                out.index_copy_(0, strong.which, part)
-        at = slice(None) if strong.which is None else strong.which
-        before[at] = after[at] = 1.0
-    return Factors(x, to_k, before, after, total, strong)
-
-
-def _halves_of(g: Tensor, x: Tensor) -> Tensor:
-    """Log-decays [2, N, D] of the chunks' halves; writes the sums from the middle to x."""
-    _sums_from_middle(g, x)
-    return torch.stack((g[:, 0] - x[:, 0], x[:, -1]))
+    mild = (decays >= -MILD).all(-1).all(0)
+    if not bool(mild.any()):
+        tree = Tree(g, work)
+        return Factors(tree.prefix, tree.suffix, None, None, total, Strong(None, tree))
+    before, after = decay_of(decays).unsqueeze(-1)
+    to_k = torch.reciprocal(x.exp_(), out=work("to_k", N, C, D))
+    which = (~mild).nonzero().squeeze(-1)
+    if not len(which):
+        return Factors(x, to_k, before, after, total, None)
+    tree = Tree(_take(g, which, "g_strong", work), work)
+    x.index_copy_(0, which, tree.prefix)
+    to_k.index_copy_(0, which, tree.suffix)
+    before[which] = after[which] = 1.0
+    return Factors(x, to_k, before, after, total, Strong(which, tree))
 
 
 class Tree:
-    """Decays over aligned blocks of 1, 2, 4, ..., C tokens, from gates g [N, C, D].
+    """Decays over parts of aligned blocks of 2, 4, ..., C tokens, from gates g [N, C, D].
 
     Attributes:
         left, right: {h: [N, C/2h, h, D]}; in a block of 2h tokens with middle m, the right half
             holds exp(g_{m+1} + ... + g_t) and the left half exp(g_{s+1} + ... + g_m).
-        prefix, suffix: [N, C, D] sums of the whole chunk's gates up to t, and after t.
+        prefix, suffix: [N, C, D] decays of the whole chunk up to t, and after t.
     """
 
     def __init__(self, g: Tensor, work: Buffers) -> None:
         N, C, D = g.shape
-        self.prefix, total = work("prefix", N, C, D).copy_(g), g
-        self.suffix = work("suffix", N, C, D).zero_()
+        # Decays of blocks are exponentials of sums: multiplied up from single tokens' decays, 64
+        # factors that all round the same way would be off by 2e-6.
+        total, decay = g, decay_of(g, out=work("prefix", N, C, D))
+        self.prefix, self.suffix = decay, work("suffix", N, C, D).fill_(1.0)
         self.left: dict[int, Tensor] = {}
         self.right: dict[int, Tensor] = {}
         h = 1
         while h < C:
             suffix, prefix = halves(self.suffix, h)[0], halves(self.prefix, h)[1]
-            self.left[h] = decay_of(suffix, out=work(f"left {h}", *suffix.shape))
-            self.right[h] = decay_of(prefix, out=work(f"right {h}", *prefix.shape))
+            self.left[h] = _flushed(suffix, out=work(f"left {h}", *suffix.shape))
+            self.right[h] = _flushed(prefix, out=work(f"right {h}", *prefix.shape))
+            left, right = decay.view(N, -1, 2, 1, D).unbind(2)
+            suffix *= right  # before the prefixes: at h = 1 the decays lie in them
+            prefix *= left
             left, right = total.view(N, -1, 2, 1, D).unbind(2)
-            prefix += left
-            suffix += right
             total = torch.add(left, right, out=work(f"total {h}", *left.shape))
+            decay = decay_of(total, out=work(f"decay {h}", *total.shape))
             h *= 2
+        for x in (self.prefix, self.suffix):
+            _flushed(x, out=x)
 
 
 def halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
@@ -248,8 +283,9 @@ class Levels:
 
         Args:
             dP: [N, C, C], lower triangular.
-            d_prefix, d_suffix, d_total: [N, C, D], [N, C, D], [N, D] with respect to tree.prefix,
-                tree.suffix and the sum of all gates; the first two are overwritten.
+            d_prefix, d_suffix, d_total: [N, C, D], [N, C, D], [N, D] with respect to the logarithms
+                of tree.prefix and tree.suffix, and the sum of all gates; the first two are
+                overwritten.
 
         Returns:
             dq [N, C, K], dk [N, C, K], dg [N, C, D]. Every dg is a plain sum over the pairs whose
@@ -276,8 +312,11 @@ class Levels:
             torch.sum(prefix, 2, out=sums[:, :, 0])
             torch.sum(suffix, 2, out=sums[:, :, 1])
             total = sums.add_(total.view(N, -1, 1, D))
-            prefix += shared(d_right.view_as(right).mul_(right), D)
-            suffix += shared(d_left.view_as(left).mul_(left), D)
+            for out, x, y in ((prefix, d_right, right), (suffix, d_left, left)):
+                if D == K:
+                    out.addcmul_(x.view_as(y), y)
+                else:
+                    out += shared(x.view_as(y).mul_(y), D)
         return dq, dk, d_prefix.add_(total.view(N, C, D))
 
 
@@ -298,6 +337,6 @@ def mild_gate_grad(d_exponent: Tensor, d_start: Tensor, d_end: Tensor, work: Buf
             chunk: S dS and S' dS'. Without them dq, dk and dv stay right and dg is wrong.
     """
     N, C, D = d_exponent.shape
-    dg = _sums_from_middle(d_exponent, work("dg", N, C, D), transpose=True)
+    dg = _sums_from(C // 2, d_exponent, work("dg", N, C, D), transpose=True)
     dg.view(N, 2, C // 2, D).add_(torch.stack((d_start, d_end), 1).unsqueeze(2))
     return dg

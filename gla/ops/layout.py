@@ -127,13 +127,13 @@ class Layout:
             x: [B, T, G, D]; pads of the segment become 0.
             s: the segment.
             out: [M, C, D] with M = count * rows * H.
-            factor: a number, or [M, C, D or 1].
+            factor: a number, or [M, C, D or 1], or [count, rows, H, C, D or 1].
 
         Returns:
             out.
         """
         tiles = (
-            self._tokens(x, s, x.dtype != out.dtype)
+            self.tokens(x, s, x.dtype != out.dtype)
             .unflatten(1, (s.count, self.C))
             .permute(1, 0, 3, 2, 4)
         )
@@ -141,8 +141,8 @@ class Layout:
         _multiply(tiles.unsqueeze(3), self._grouped(factor, s, x.shape[2]), grouped)
         return out
 
-    def _tokens(self, x: Tensor, s: Segment, convert: bool) -> Tensor:
-        """The segment of x [B, T, G, D] as [rows, count * C, G, D], pads 0.
+    def tokens(self, x: Tensor, s: Segment, convert: bool = False) -> Tensor:
+        """The segment of x [B, T, G, D] as [rows, count * C, G, D], pads 0; a view or a copy.
 
         A copy where it will be converted: strided reads that convert are slow outside the cache.
         """
@@ -188,7 +188,9 @@ class Layout:
         """[count * rows * H, C, D] -> view [count, rows, G, H / G, C, D]; a number stays one."""
         if isinstance(x, (float, int)):
             return x
-        return x.view(s.count, s.rows, G, self.H // G, *x.shape[1:])
+        if x.dim() == 3:
+            x = x.view(s.count, s.rows, self.H, *x.shape[1:])
+        return x.unflatten(2, (G, self.H // G))
 
 
 def _multiply(x: Tensor, factor: Tensor | float, out: Tensor) -> None:

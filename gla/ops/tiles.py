@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gla.ops.decay import Factors, Levels, factors
+from gla.ops.decay import Factors, Levels, factors, factors_from_start
 from gla.ops.layout import Layout, Segment
 from gla.ops.memory import Buffers
 
@@ -50,8 +50,9 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
         )
         return Tiles(q, k, v, None, None)
     g = gates[0]
-    g = layout.load(g, s, work("g", M, C, g.shape[-1]))
-    f = factors(g, work)
+    f = factors_from_start(layout.tokens(g, s), C, layout.H, work)
+    if f is None:
+        f = factors(layout.load(g, s, work("g", M, C, g.shape[-1])), work)
     q_buffer, k_buffer = (work(n, M, C, x.shape[-1]) for n, x in (("q", q), ("k", k)))
     levels = None
     if f.strong is not None:
