@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -266,6 +267,25 @@ def against_fast_transformers(seconds: float) -> dict[str, float]:
     return found
 
 
+def between_cores(when: str) -> dict[str, float]:
+    """Time of reading what the other core wrote over that of reading what the same core wrote.
+
+    Near 1 where cores share a cache; a virtual machine's may share one in this minute and not in
+    the next, and all that two threads hand to each other then takes longer.
+    """
+    x, y, z = (torch.randn(64, 64, 64) for _ in range(3))
+    times: dict[int, list[float]] = {0: [], 32: []}
+    for shift, noted in times.items():
+        order = torch.arange(64).roll(shift)  # by 32: each thread reads what the other wrote
+        for _ in range(100):
+            torch.mul(x, 2.0, out=y)
+            before = time.perf_counter()
+            torch.index_select(y, 0, order, out=z)
+            noted.append(time.perf_counter() - before)
+    other, same = statistics.median(times[32]), statistics.median(times[0])
+    return {f"read from the other core / from the own, {when}": other / same}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -274,7 +294,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    found, missing = memory(options.threads), []
+    found, missing = memory(options.threads) | between_cores("before"), []
     parts = (against_products, against_length_and_dtype, against_softmax, against_softmax_model)
     for part in parts:
         found |= part(options.seconds)
@@ -286,6 +306,7 @@ def main() -> None:
             found |= part(options.seconds)
         except ImportError as reason:
             missing.append(f"{name}: {reason}")
+    found |= between_cores("after")
     if options.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         print(

@@ -31,21 +31,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla.ops.decay import Factors, mild_gate_grad, shared
+from gla.ops.decay import mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
 from gla.ops.layout import Layout, Segment, boundaries
 from gla.ops.memory import Buffers, empty
 from gla.ops.once import refuse_double_backward, save_nothing
-from gla.ops.tiles import (
-    Scan,
-    Tiles,
-    chunk_updates,
-    load_tiles,
-    read_state,
-    run_states,
-    scaled,
-    scores,
-)
+from gla.ops.scan import Scan, gradient_scan, products_at_bounds, state_scan
+from gla.ops.tiles import Tiles, chunk_updates, load_tiles, scaled, scores
 
 Graded = tuple[Tensor, Tensor | float]  # a gradient's tiles, and a factor still to apply
 
@@ -96,14 +88,16 @@ def _forward(
         S = q.new_empty(0, dtype=wide)
         for s in layout.segments:
             if s.first == 0:
-                S = q.new_zeros(s.rows * H, K, V, dtype=wide)
-            saved[s.index, s.row : s.row + s.rows] = S.view(s.rows, H, K, V)
+                S = q.new_zeros(s.rows, H, K, V, dtype=wide)
+            saved[s.index, s.row : s.row + s.rows] = S
             tiles = load_tiles(layout, s, inputs, work)
-            scan, S = run_states(layout, s, tiles, S, state, final, work)
+            W = chunk_updates(work, "W", tiles.k, tiles.v, tiles.f and tiles.f.after)
+            scan = state_scan(layout, s, W, tiles.f and tiles.f.total, S, state, final, work)
+            S = scan.bound
             out = torch.bmm(
                 scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape, dtype=work.product)
             )
-            out.baddbmm_(tiles.q, scaled(work, "S", scan.slots[:-1], tiles.f and tiles.f.before))
+            out.baddbmm_(tiles.q, scaled(work, "S", scan.states, tiles.f and tiles.f.before))
             layout.store(out, s, o, scale)
     return o, final, saved
 
@@ -151,58 +145,21 @@ def _backward(
         dS = q.new_empty(0, dtype=wide)
         for s in reversed(layout.segments):
             if s.first + s.count == layout.chunks:
-                dS = q.new_zeros(s.rows * H, K, V, dtype=wide)
+                dS = q.new_zeros(s.rows, H, K, V, dtype=wide)
             tiles = load_tiles(layout, s, inputs, work)
             do = work("do", *tiles.v.shape, dtype=work.product)
             layout.load(grad_o, s, do, scale)
-            S = saved[s.index, s.row : s.row + s.rows].flatten(0, 1)
-            scan, _ = run_states(layout, s, tiles, S, state, None, work)
-            back, dS = _reverse_scan(layout, s, tiles, do, dS, grad_final, grad_initial, work)
+            f, S = tiles.f, saved[s.index, s.row : s.row + s.rows]
+            W = chunk_updates(work, "W", tiles.k, tiles.v, f and f.after)
+            scan = state_scan(layout, s, W, f and f.total, S, state, None, work)
+            R = chunk_updates(work, "R", tiles.q, do, f and f.before)
+            back = gradient_scan(layout, s, R, f and f.total, dS, grad_final, grad_initial, work)
+            dS = back.bound
             found = _gradients(layout, s, tiles, do, scan, back, work, need_gate)
             for (tile, factor), out in zip(found, grads, strict=True):
                 layout.store(tile, s, out, factor)
     dg = gate_grad(grads[3], log_decay) if log_decay is not None and need_gate else q.new_empty(0)
     return grads[0], grads[1], grads[2], dg, grad_initial
-
-
-def _reverse_scan(
-    layout: Layout,
-    s: Segment,
-    tiles: Tiles,
-    do: Tensor,
-    dS: Tensor,
-    grad_final: Tensor,
-    grad_initial: Tensor,
-    work: Buffers,
-) -> tuple[Scan, Tensor]:
-    """Run the state's gradient backward over the chunks of a segment.
-
-    Returns:
-        Scan of the state's gradient, to which each chunk's reads add, and the gradient before the
-        segment. Starts of sequences are written to ``grad_initial``.
-    """
-    R = chunk_updates(work, "R", tiles.q, do, tiles.f and tiles.f.before).unflatten(
-        0, (s.count, -1)
-    )
-    slots = work("dS", s.count + 1, *dS.shape)
-    slots[-1].copy_(dS)
-    decays = (
-        [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
-    )
-    steps = list(zip(slots[:-1].unbind(), slots[1:].unbind(), R.unbind(), decays, strict=True))
-    for j in reversed(range(s.count)):
-        before, after, update, decay = steps[j]
-        chunk = s.first + j
-        if chunk in layout.ends:
-            read_state(grad_final, layout.rows_of(layout.ends[chunk], s), after)
-        if decay is None:
-            torch.add(update, after, out=before)
-        else:
-            torch.addcmul(update, after, decay, out=before)
-        if chunk in layout.starts:
-            rows = layout.rows_of(layout.starts[chunk], s)
-            grad_initial[rows] = before.view(grad_initial[rows].shape)
-    return Scan(slots, R), slots[0]
 
 
 def _gradients(
@@ -220,8 +177,8 @@ def _gradients(
     See the module's docstring.
     """
     q, k, v, f, levels = tiles
-    S = scaled(work, "S", scan.slots[:-1], f and f.before)
-    dS = scaled(work, "dS_in", back.slots[1:], f and f.after)
+    S = scaled(work, "S", scan.states, f and f.before)
+    dS = scaled(work, "dS_in", back.states, f and f.after)
     P = scores(tiles, work)
     dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape, dtype=work.product)).baddbmm_(
         k, dS
@@ -252,7 +209,7 @@ def _gradients(
     if need_gate:
         D = f.total.shape[-2]
         through = torch.mul(q, dq, out=work("through", *q.shape)).addcmul_(k, dk, value=-1)
-        start, end = (shared(x, D) for x in _products_at_ends(layout, s, f, scan, back, work))
+        start, end = (shared(x, D) for x in products_at_bounds(layout, s, scan, back, work))
         found.append((mild_gate_grad(shared(through, D), start, end, work), 1.0))
     dq.addcmul_(own, k)
     dk.addcmul_(own, q)
@@ -263,26 +220,6 @@ def _gradients(
         if need_gate:
             found[3][0].index_copy_(0, which, exact[2])
     return found
-
-
-def _products_at_ends(
-    layout: Layout, s: Segment, f: Factors, scan: Scan, back: Scan, work: Buffers
-) -> tuple[Tensor, Tensor]:
-    """Sum over V of the state times its gradient, before and after each chunk, [M, K] each."""
-    products = torch.mul(scan.slots, back.slots, out=work("S_dS", *scan.slots.shape)).sum(-1)
-    start, end = products[:-1], products[1:]
-    inner = [chunk - s.first for chunk in layout.starts if 0 < chunk - s.first < s.count]
-    if (
-        inner
-    ):  # slots between two sequences, where the states are of one, the gradients of the other
-        start, end = start.clone(), end.clone()
-    total = f.total.unflatten(0, (s.count, -1))
-    for j in inner:
-        before = torch.addcmul(back.updates[j], back.slots[j + 1], total[j])
-        start[j] = (scan.slots[j] * before).sum(-1)
-        after = torch.addcmul(scan.updates[j - 1], scan.slots[j - 1], total[j - 1])
-        end[j - 1] = (after * back.slots[j]).sum(-1)
-    return start.flatten(0, 1), end.flatten(0, 1)
 
 
 def _exact_gradients(
@@ -301,8 +238,8 @@ def _exact_gradients(
         "dk": dk,
         "dP": dP,
         "total": tiles.f.total,
-        "S": scan.slots[:-1].flatten(0, 1),
-        "dS": back.slots[1:].flatten(0, 1),
+        "S": scan.states.flatten(0, 2),
+        "dS": back.states.flatten(0, 2),
     }
     picked = {
         name: work.widen(f"{name} picked wide", levels.strong.take(x, f"{name} picked", work))

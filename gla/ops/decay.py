@@ -89,8 +89,8 @@ class Factors(NamedTuple):
     """What scales q, k and the state in one tile; all exponents at most MILD.
 
     Attributes:
-        to_q, to_k: q~ = q * to_q, k~ = k * to_k. [N, C, D], or [count, rows, H, C, D] where they lie
-            in the order of the tokens.
+        to_q, to_k: q~ = q * to_q, k~ = k * to_k. [N, C, D], or a view [rows, count, H, C, D] if
+            they lie in the order of the tokens.
         before: [N, D, 1] scales the state that q~ reads, or None for 1.
         after: [N, D, 1] scales k~^T v on its way into the state, or None for 1.
         total: [N, D, 1] decay of the state over the chunk.
@@ -156,15 +156,14 @@ def factors_from_start(g: Tensor, C: int, H: int, work: Buffers) -> Factors | No
         return None
     torch.reciprocal(x.exp_(), out=to_k)
     by_chunk = (rows, tokens // C, C, G, D)
-    order = (1, 0, 3, 2, 4)
-    to_q, to_k = (_to_heads(y.view(by_chunk).permute(order), H) for y in (x, to_k))
-    total = _to_heads(total.view(rows, tokens // C, 1, G, D).permute(order), H)
+    to_q, to_k = (_to_heads(y.view(by_chunk).transpose(2, 3), H) for y in (x, to_k))
+    total = _to_heads(total.view(rows, tokens // C, G, 1, D), H)
     total = total.reshape(-1, D, 1)
     return Factors(to_q, to_k, None, total, total, None)
 
 
 def _to_heads(x: Tensor, H: int) -> Tensor:
-    """[count, rows, G, C, D] -> [count, rows, H, C, D]: each of G heads for H / G."""
+    """[rows, count, G, C, D] -> [rows, count, H, C, D]: each of G heads for H / G."""
     return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2)
 
 

@@ -121,21 +121,19 @@ class Layout:
         return slice(sequence, sequence + 1)
 
     def load(self, x: Tensor, s: Segment, out: Tensor, factor: Tensor | float = 1.0) -> Tensor:
-        """Write the segment of x [B, T, G, D], times factor, to out [count * rows * H, C, D].
+        """Write the segment of x [B, T, G, D], times factor, to out [rows * count * H, C, D].
 
         Args:
             x: [B, T, G, D]; pads of the segment become 0.
             s: the segment.
-            out: [M, C, D] with M = count * rows * H.
-            factor: a number, or [M, C, D or 1], or [count, rows, H, C, D or 1].
+            out: [M, C, D] with M = rows * count * H.
+            factor: a number, or [M, C, D or 1], or [rows, count, H, C, D or 1].
 
         Returns:
             out.
         """
         tiles = (
-            self.tokens(x, s, x.dtype != out.dtype)
-            .unflatten(1, (s.count, self.C))
-            .permute(1, 0, 3, 2, 4)
+            self.tokens(x, s, x.dtype != out.dtype).unflatten(1, (s.count, self.C)).transpose(2, 3)
         )
         grouped = self._grouped(out, s, x.shape[2])
         _multiply(tiles.unsqueeze(3), self._grouped(factor, s, x.shape[2]), grouped)
@@ -161,7 +159,7 @@ class Layout:
         return tokens
 
     def store(self, tiles: Tensor, s: Segment, out: Tensor, factor: Tensor | float = 1.0) -> None:
-        """Write tiles [count * rows * H, C, D], times factor, to the tokens of out [B, T, G, D].
+        """Write tiles [rows * count * H, C, D], times factor, to the tokens of out [B, T, G, D].
 
         With G < H the heads of a group are summed. ``factor`` is that of ``load``.
         """
@@ -170,7 +168,7 @@ class Layout:
         tiles, factor = self._grouped(tiles, s, G), self._grouped(factor, s, G)
         if G != self.H:
             tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
-        order = (1, 0, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
+        order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
         tiles = tiles.permute(order)
         factor = factor if isinstance(factor, (float, int)) else factor.permute(order)
         if self._index is None and stop <= self.T:
@@ -185,11 +183,11 @@ class Layout:
         out.index_copy_(1, self._index[first:stop][real], flat[:, real].to(out.dtype))
 
     def _grouped(self, x: Any, s: Segment, G: int) -> Any:
-        """[count * rows * H, C, D] -> view [count, rows, G, H / G, C, D]; a number stays one."""
+        """[rows * count * H, C, D] -> view [rows, count, G, H / G, C, D]; a number stays one."""
         if isinstance(x, (float, int)):
             return x
         if x.dim() == 3:
-            x = x.view(s.count, s.rows, self.H, *x.shape[1:])
+            x = x.view(s.rows, s.count, self.H, *x.shape[1:])
         return x.unflatten(2, (G, self.H // G))
 
 

@@ -1,6 +1,6 @@
-"""What the chunkwise form's forward and backward share: a segment's tiles, scores and states.
+"""What the chunkwise form's forward and backward share: a segment's tiles, scores, products.
 
-Sizes: M = count * rows * H tiles of a segment, C tokens of a chunk, K and V dimensions of a head.
+Sizes: M = rows * count * H tiles of a segment, C tokens of a chunk, K and V dimensions of a head.
 """
 
 from __future__ import annotations
@@ -25,22 +25,9 @@ class Tiles(NamedTuple):
     levels: Levels | None  # of the strong tiles
 
 
-class Scan(NamedTuple):
-    """A state, or its gradient, at the bounds of a segment's chunks, and what each chunk adds.
-
-    Attributes:
-        slots: [count + 1, rows * H, K, V] fp32 or wider. Where one sequence ends and another
-            starts, the states are those of the one that starts, the gradients of the one that ends.
-        updates: [count, rows * H, K, V].
-    """
-
-    slots: Tensor
-    updates: Tensor
-
-
 def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) -> Tiles:
     """Read q, k, v and, if there is one, the gate [B, T, G, 1 or K]."""
-    M, C = s.count * s.rows * layout.H, layout.C
+    M, C = s.rows * s.count * layout.H, layout.C
     q, k, v, *gates = inputs
     v = layout.load(v, s, work("v", M, C, v.shape[-1], dtype=work.product))
     if not gates:
@@ -87,54 +74,9 @@ def chunk_updates(work: Buffers, name: str, a: Tensor, b: Tensor, factor: Tensor
     return W if factor is None else W.mul_(factor)
 
 
-def run_states(
-    layout: Layout,
-    s: Segment,
-    tiles: Tiles,
-    S: Tensor,
-    initial: Tensor | None,
-    final: Tensor | None,
-    work: Buffers,
-) -> tuple[Scan, Tensor]:
-    """Run the state over the chunks of a segment, from S [rows * H, K, V] before it.
-
-    Returns:
-        Scan, and the state after the segment. Ends of sequences are written to ``final``.
-    """
-    W = chunk_updates(work, "W", tiles.k, tiles.v, tiles.f and tiles.f.after).unflatten(
-        0, (s.count, -1)
-    )
-    states = work("states", s.count + 1, *S.shape)
-    states[0].copy_(S)
-    decays = (
-        [None] * s.count if tiles.f is None else tiles.f.total.unflatten(0, (s.count, -1)).unbind()
-    )
-    steps = zip(states[:-1].unbind(), states[1:].unbind(), W.unbind(), decays, strict=True)
-    # The slot of the next chunk receives this one's end, unless another sequence starts there.
-    for chunk, (before, after, update, decay) in enumerate(steps, s.first):
-        if chunk in layout.starts:
-            read_state(initial, layout.rows_of(layout.starts[chunk], s), before)
-        if decay is None:
-            torch.add(update, before, out=after)
-        else:
-            torch.addcmul(update, before, decay, out=after)
-        if final is not None and chunk in layout.ends:
-            rows = layout.rows_of(layout.ends[chunk], s)
-            final[rows] = after.view(final[rows].shape)
-    return Scan(states, W), states[-1]
-
-
-def read_state(states: Tensor | None, rows: slice, out: Tensor) -> None:
-    """Copy rows of [N, H, K, V], or zeros, into out [rows * H, K, V]."""
-    if states is None:
-        out.zero_()
-    else:
-        out.copy_(states[rows].reshape(out.shape))
-
-
 def scaled(work: Buffers, name: str, states: Tensor, factor: Tensor | None) -> Tensor:
-    """[count, rows * H, K, V] times factor [M, D, 1] per key channel -> [M, K, V] for a product."""
-    flat = states.flatten(0, 1)
+    """[rows, count, H, K, V] times factor [M, D, 1] per key channel -> [M, K, V] for a product."""
+    flat = states.flatten(0, 2)
     if factor is None:
         return work.narrow(name, flat)
     return torch.mul(flat, factor, out=work(name, *flat.shape, dtype=work.product))
