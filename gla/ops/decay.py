@@ -40,6 +40,7 @@ from torch import Tensor
 from gla.ops.memory import Buffers
 
 MILD = 16.0
+_BITS = 1 / math.log(2)  # exp2 takes 0.4 of the time of exp
 _BLOCK = 8  # tokens whose gates are summed one after another
 
 
@@ -107,31 +108,33 @@ class Factors(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _matrices(
-    N: int, C: int, middle: int, dtype: torch.dtype, device: torch.device
+    N: int, C: int, middle: int, unit: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """What maps the gates of N tiles to b_t - b_middle, by blocks of 8 tokens; b_0 is 0.
+    """What maps the gates of N tiles to unit * (b_t - b_middle), by blocks of 8 tokens; b_0 is 0.
 
     Returns:
         [N * C/8, 8, 8] of sums inside a block (they lie there N times because bmm wants them so),
         and [C/8, C/8] of sums over the blocks between a block and the middle.
     """
-    ones = torch.ones(_BLOCK, _BLOCK, dtype=dtype, device=device)
+    ones = torch.full((_BLOCK, _BLOCK), unit, dtype=dtype, device=device)
     blocks, half = C // _BLOCK, middle // _BLOCK
     inside = torch.stack([-ones.triu(1)] * half + [ones.tril()] * (blocks - half)).repeat(N, 1, 1)
     i, j = torch.arange(blocks, device=device).unsqueeze(1), torch.arange(blocks, device=device)
     right = (j >= half) & (j < i)
     left = (j < half) & (j > i) & (i < half)
-    return inside, right.to(dtype) - left.to(dtype)
+    return inside, unit * (right.to(dtype) - left.to(dtype))
 
 
-def _sums_from(middle: int, x: Tensor, out: Tensor, transpose: bool = False) -> Tensor:
-    """The map from gates to b_t - b_middle, or its transpose, of x [N, C, D].
+def _sums_from(
+    middle: int, x: Tensor, out: Tensor, unit: float = 1.0, transpose: bool = False
+) -> Tensor:
+    """The map from gates to unit * (b_t - b_middle), or its transpose, of x [N, C, D].
 
     Sums start at the middle, so nothing cancels, and at most 8 terms and the blocks between are
     added one after another: 31 small gates after a large one would all round the same way.
     """
     N, C, D = x.shape
-    inside, between = _matrices(N, C, middle, x.dtype, x.device)
+    inside, between = _matrices(N, C, middle, unit, x.dtype, x.device)
     if transpose:
         inside, between = inside.transpose(1, 2), between.T
     torch.bmm(inside, x.view(-1, _BLOCK, D), out=out.view(-1, _BLOCK, D))
@@ -151,10 +154,10 @@ def factors_from_start(g: Tensor, C: int, H: int, work: Buffers) -> Factors | No
     rows, tokens, G, D = g.shape
     g = work.widen("g_tokens", g).reshape(-1, C, G * D).contiguous()
     x, to_k = (work(name, *g.shape) for name in ("to_q_tokens", "to_k_tokens"))
-    total = _sums_from(0, g, x)[:, -1]
-    if not bool(total.min() >= -MILD):  # so written that the NaN of 0 * -inf is too much
+    total = _sums_from(0, g, x, unit=_BITS)[:, -1]
+    if not bool(total.min() >= -MILD * _BITS):  # so written that the NaN of 0 * -inf is too much
         return None
-    torch.reciprocal(x.exp_(), out=to_k)
+    torch.reciprocal(x.exp2_(), out=to_k)
     by_chunk = (rows, tokens // C, C, G, D)
     to_q, to_k = (_to_heads(y.view(by_chunk).transpose(2, 3), H) for y in (x, to_k))
     total = _to_heads(total.view(rows, tokens // C, G, 1, D), H)

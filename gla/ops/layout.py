@@ -132,9 +132,8 @@ class Layout:
         Returns:
             out.
         """
-        tiles = (
-            self.tokens(x, s, x.dtype != out.dtype).unflatten(1, (s.count, self.C)).transpose(2, 3)
-        )
+        tokens = self.tokens(x, s, x.dtype != out.dtype)
+        tiles = tokens.view(s.rows, s.count, self.C, *x.shape[2:]).transpose(2, 3)
         grouped = self._grouped(out, s, x.shape[2])
         _multiply(tiles.unsqueeze(3), self._grouped(factor, s, x.shape[2]), grouped)
         return out
@@ -172,8 +171,8 @@ class Layout:
         tiles = tiles.permute(order)
         factor = factor if isinstance(factor, (float, int)) else factor.permute(order)
         if self._index is None and stop <= self.T:
-            into = out[s.row : s.row + s.rows, first:stop].unflatten(1, (s.count, C)).unsqueeze(4)
-            _multiply(tiles, factor, into)
+            into = out[s.row : s.row + s.rows, first:stop]
+            _multiply(tiles, factor, into.view(s.rows, s.count, C, G, 1, D))
             return
         flat = (tiles * factor).reshape(s.rows, s.count * C, G, D)
         if self._index is None or self._pads is None:
@@ -186,9 +185,7 @@ class Layout:
         """[rows * count * H, C, D] -> view [rows, count, G, H / G, C, D]; a number stays one."""
         if isinstance(x, (float, int)):
             return x
-        if x.dim() == 3:
-            x = x.view(s.rows, s.count, self.H, *x.shape[1:])
-        return x.unflatten(2, (G, self.H // G))
+        return x.view(s.rows, s.count, G, self.H // G, *x.shape[-2:])
 
 
 def _multiply(x: Tensor, factor: Tensor | float, out: Tensor) -> None:

@@ -144,9 +144,9 @@ def _new_scan(
     work: Buffers,
 ) -> Scan:
     """Updates [M, K, V] and decays [M, D, 1] by chunk, and room for states and bounds."""
-    updates = updates.unflatten(0, (s.rows, s.count, -1))
+    updates = updates.view(s.rows, s.count, -1, *updates.shape[1:])
     if decays is not None:
-        decays = decays.unflatten(0, (s.rows, s.count, -1))
+        decays = decays.view(s.rows, s.count, -1, *decays.shape[1:])
     ends = 2 if _in_halves(layout, s) else s.rows
     bound = work(f"{name} bound", ends, *updates.shape[2:])
     return Scan(work(name, *updates.shape), bound, updates, decays)
@@ -178,10 +178,10 @@ def _both_halves(scan: Scan, reverse: bool) -> None:
 
     Its bound is [2, H, K, V]: what both halves end with.
     """
-    states, updates = scan.states[0].unflatten(0, (2, -1)), scan.updates[0].unflatten(0, (2, -1))
+    states, updates = (x.view(2, -1, *x.shape[2:]) for x in (scan.states, scan.updates))
     decays = over = None
     if scan.decays is not None:
-        decays = scan.decays[0].unflatten(0, (2, -1))
+        decays = scan.decays.view(2, -1, *scan.decays.shape[2:])
         over = decays.flip(1).cumprod(1).flip(1) if reverse else decays.cumprod(1)
     order = list(range(states.shape[1]))[:: -1 if reverse else 1]
     first, second, last = order[0], order[1], order[-1]
