@@ -160,13 +160,16 @@ class Layout:
     def store(self, tiles: Tensor, s: Segment, out: Tensor, factor: Tensor | float = 1.0) -> None:
         """Write tiles [rows * count * H, C, D], times factor, to the tokens of out [B, T, G, D].
 
-        With G < H the heads of a group are summed. ``factor`` is that of ``load``.
+        With G < H the heads of a group are summed. ``factor`` is that of ``load``; the tiles may be
+        overwritten.
         """
         C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
         G, D = out.shape[2:]
         tiles, factor = self._grouped(tiles, s, G), self._grouped(factor, s, G)
         if G != self.H:
             tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
+        elif isinstance(factor, Tensor) and tiles.dtype != out.dtype:
+            tiles, factor = tiles.mul_(factor), 1.0  # in cache, and rounded as it is written
         order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
         tiles = tiles.permute(order)
         factor = factor if isinstance(factor, (float, int)) else factor.permute(order)
