@@ -284,6 +284,19 @@ def main() -> None:
         print(", ".join(f"{name} {size:,} parameters" for name, size in sizes.items()))
         if llama is None:
             print("llama: transformers is not installed")
+    # Memory first: blocks that long contexts leave behind would hide what grows.
+    for name in ("recurrent", "hybrid") if options.tokens else ():
+        row = bench_memory(decoders[name], options.tokens, options.written)
+        figures["memory"][name] = row
+        if not options.json:
+            print(
+                f"{name:10} memory {row['resident_bytes'][-1] / 1e6:.0f} MB, changes by "
+                f"{100 * row['memory_change']:.2f} %, of what is allocated by "
+                f"{100 * (row['allocated_change'] or math.nan):.2f} %; "
+                f"step {row['step_us_at_1000']:.0f} µs at "
+                f"1,000, {row['step_us_at_end']:.0f} µs at the end; reads "
+                f"{row['read_tokens_per_s']:,.0f} tokens/s"
+            )
     for context in options.contexts:
         rows = bench_contexts(decoders | {"compiled": compiled}, llama, context)
         figures["contexts"][context] = rows
@@ -297,18 +310,6 @@ def main() -> None:
         figures["parity"][name] = parity(decoders[name])
         if not options.json:
             print(f"{name:10} logits of a text cut in two differ by {figures['parity'][name]:.1e}")
-    for name in ("recurrent", "hybrid") if options.tokens else ():
-        row = bench_memory(decoders[name], options.tokens, options.written)
-        figures["memory"][name] = row
-        if not options.json:
-            print(
-                f"{name:10} memory {row['resident_bytes'][-1] / 1e6:.0f} MB, changes by "
-                f"{100 * row['memory_change']:.2f} %, of what is allocated by "
-                f"{100 * (row['allocated_change'] or math.nan):.2f} %; "
-                f"step {row['step_us_at_1000']:.0f} µs at "
-                f"1,000, {row['step_us_at_end']:.0f} µs at the end; reads "
-                f"{row['read_tokens_per_s']:,.0f} tokens/s"
-            )
     if options.json:
         print(json.dumps(figures, indent=2))
     if options.plot:
