@@ -18,7 +18,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     libraries' own runs on one core. A compiled graph makes one loop of it, in any dtype; without,
     the products are stored, which pays for fp32 weights of middle sizes.
     """
-    if not (is_one_compiled_row(x) or _is_one_eager_row(x, weight)):
+    fits = x.shape[-1] == weight.shape[-1]
+    if not (fits and (is_one_compiled_row(x) or _is_one_eager_row(x, weight))):
         return F.linear(x, weight, bias)
     y = row_sums(x, weight)
     y = y if bias is None else y + bias.to(y.dtype)
@@ -27,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _is_one_row(x: Tensor) -> bool:
     one_row = x.numel() == x.shape[-1] and x.device.type == "cpu"
-    return one_row and not torch.is_grad_enabled()
+    return one_row and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
 
 def is_one_compiled_row(x: Tensor) -> bool:
@@ -36,7 +37,7 @@ def is_one_compiled_row(x: Tensor) -> bool:
 
 
 def _is_one_eager_row(x: Tensor, weight: Tensor) -> bool:
-    wide = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    wide = x.dtype == weight.dtype == torch.float32
     return wide and 1 << 15 < weight.numel() <= 1 << 22 and _is_one_row(x)
 
 

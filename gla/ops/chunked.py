@@ -34,7 +34,7 @@ from torch import Tensor
 from gla.ops.decay import mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
 from gla.ops.layout import Layout, Segment, boundaries
-from gla.ops.memory import Buffers, empty
+from gla.ops.memory import Buffers, empty, fresh
 from gla.ops.once import refuse_double_backward, save_nothing
 from gla.ops.scan import Scan, gradient_scan, products_at_bounds, state_scan
 from gla.ops.tiles import Tiles, chunk_updates, load_tiles, scaled, scores
@@ -79,7 +79,7 @@ def _forward(
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     layout = Layout(q, V, cu_seqlens, chunk_size)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = q.new_zeros(N, H, K, V, dtype=wide) if state is None else state.clone()
+    final = q.new_zeros(N, H, K, V, dtype=wide) if state is None else fresh(state)
     saved = q.new_zeros(boundaries(q, V, cu_seqlens, chunk_size), B, H, K, V, dtype=wide)
     o = empty((B, T, H, V), v.dtype, v.device)
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
@@ -131,7 +131,7 @@ def _backward(
     B, T, H, K = q.shape
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     layout = Layout(q, V, cu_seqlens, chunk_size)
-    grad_initial = grad_final.clone()
+    grad_initial = fresh(grad_final)
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
     grads = [empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
     product = product_dtype(q, v)
@@ -189,13 +189,14 @@ def _gradients(
     if f is None:
         dP.tril_()
         return [(dq.baddbmm_(dP, k), 1.0), (dk.baddbmm_(dP.transpose(1, 2), q), 1.0), (dv, 1.0)]
+    found: list[Graded]
     exact, which = None, None
     if levels is not None:
         exact, which = _exact_gradients(tiles, dq, dk, dP, scan, back, work), levels.strong.which
         if which is None:
             dq = exact[0].addcmul_(work.widen("dq_wide", dq), f.to_q)
             dk = exact[1].addcmul_(work.widen("dk_wide", dk), f.to_k)
-            found: list[Graded] = [(dq, 1.0), (dk, 1.0), (dv, 1.0)]
+            found = [(dq, 1.0), (dk, 1.0), (dv, 1.0)]
             return [*found, (exact[2], 1.0)] if need_gate else found
         dP.index_fill_(0, which, 0.0)
     # A token's own score has no decay in it: its part of q~ dq~ and k~ dk~ is the same, and larger
@@ -205,7 +206,7 @@ def _gradients(
     dq = work.widen("dq_wide", dq.baddbmm_(dP, k))
     dk = work.widen("dk_wide", dk.baddbmm_(dP.transpose(1, 2), q))
     q, k = work.widen("q", q), work.widen("k", k)
-    found: list[Graded] = [(dq, f.to_q), (dk, f.to_k), (dv, 1.0)]
+    found = [(dq, f.to_q), (dk, f.to_k), (dv, 1.0)]
     if need_gate:
         D = f.total.shape[-2]
         through = torch.mul(q, dq, out=work("through", *q.shape)).addcmul_(k, dk, value=-1)

@@ -21,9 +21,9 @@ long sums, so gates of -1e4 or -inf cost no precision. A level is one product of
 C/2 left rows, masked to the blocks: log2(C) quarter products, and 2 C K exponentials in all, in
 place of C^2 K / 2.
 
-Gates are floored (``floor_of``) where not all tiles are mild: every exponent that contains such a
-gate gives exactly 0 in the working precision with or without the floor, so no value changes and
--inf is no special case.
+Gates are floored (``floor_of``) where the start is not the reference: every exponent that contains
+such a gate gives exactly 0 in the working precision with or without the floor, so no value changes
+and -inf is no special case.
 
 Sizes: N tiles, C tokens of a chunk, K key dimension, D = K (a gate per channel) or 1 (per head).
 """
@@ -220,10 +220,11 @@ class Tree:
             left, right = decay.view(N, -1, 2, 1, D).unbind(2)
             suffix *= right  # before the prefixes: at h = 1 the decays lie in them
             prefix *= left
-            left, right = total.view(N, -1, 2, 1, D).unbind(2)
-            total = torch.add(left, right, out=work(f"total {h}", *left.shape))
-            decay = decay_of(total, out=work(f"decay {h}", *total.shape))
             h *= 2
+            if h < C:
+                left, right = total.view(N, -1, 2, 1, D).unbind(2)
+                total = torch.add(left, right, out=work(f"total {h}", *left.shape))
+                decay = decay_of(total, out=work(f"decay {h}", *total.shape))
         for x in (self.prefix, self.suffix):
             _flushed(x, out=x)
 

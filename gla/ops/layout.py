@@ -38,12 +38,14 @@ class Segment:
 def segment_tokens(B: int, H: int, dim: int, chunk_size: int) -> int:
     """Tokens of a segment of one row: a multiple of every chunk size up to the given one (0: 64).
 
-    It does not depend on T, so a compiled graph serves every length.
+    It does not depend on T, so a compiled graph serves every length. Chunks are even in number, for
+    the scan in halves.
     """
     C = chunk_size or 64
     tiles = max(1, _SEGMENT_ELEMENTS // (C * dim))
     rows = max(1, min(B, tiles // (4 * H)))
-    return C * max(1, tiles // (rows * H))
+    count = max(1, tiles // (rows * H))
+    return C * (count if count < 3 else count // 2 * 2)
 
 
 def boundaries(q: Tensor, value_dim: int, cu_seqlens: Tensor | None, chunk_size: int) -> int:

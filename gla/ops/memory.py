@@ -37,10 +37,14 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if out.nbytes >= _LARGE and device.type == "cpu" and (advise := _madvise()) is not None:
         page = mmap.PAGESIZE
         start = -(-out.data_ptr() // page) * page
-        advise(
-            start, (out.data_ptr() + out.nbytes - start) // page * page
-        )  # advice: may be refused
+        # Advice: it may be refused.
+        advise(start, (out.data_ptr() + out.nbytes - start) // page * page)
     return out
+
+
+def fresh(x: Tensor) -> Tensor:
+    """A contiguous copy of x, as compiled graphs take an operator's outputs to be."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def keep_freed_memory() -> None:

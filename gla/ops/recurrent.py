@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gla.ops.heads import expand_heads, gate_as_4d, gate_grad, reduce_heads, wide_dtype
+from gla.ops.memory import fresh
 from gla.ops.once import refuse_double_backward, save_nothing
 
 _BLOCK = 64
@@ -90,7 +91,7 @@ def _step(S: Tensor, k: Tensor, v: Tensor, gate: Tensor | None) -> Tensor:
 def _initial(q: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """A fresh [N, H, K, V] tensor to run the recurrence from."""
     if state is not None:
-        return state.clone()
+        return fresh(state)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (N, q.shape[2], q.shape[3], v.shape[3])
     return q.new_zeros(shape, dtype=wide_dtype(q.dtype))
@@ -141,7 +142,7 @@ def _backward(
     grad_final: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     B, T = q.shape[:2]
-    grad_state = grad_final.clone()
+    grad_state = fresh(grad_final)
     start = _initial(q, v, state, cu_seqlens)
     with torch.autocast(q.device.type, enabled=False):
         qw, kw, vw, gate = _widened(q, k, v, log_decay)

@@ -3,8 +3,9 @@
     forward   S_j+1  = D_j S_j  + W_j        W_j = after * (k~^T v), S_j before chunk j
     reverse   dS_j-1 = D_j dS_j + R_j        R_j = before * (q~^T do), dS_j after chunk j
 
-One chunk after the other, or where the segment has one row, both halves of its chunks at once, each
-from 0; what the first half ends with is then carried through the second. torch cuts the tiles of an
+One chunk after the other, or where the segment has one row of four chunks or more, an even number,
+and no document ends inside it, both halves of its chunks at once, each from 0; what the first half
+ends with is then carried through the second. torch cuts the tiles of an
 operation in two halves for two threads, and what one core wrote the other reads at 2 GB/s when the
 two share no cache: one chunk after the other, which is too little work for two threads, half of the
 updates and half of the states would go that way.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gla.ops.heads import expand_heads, wide_dtype
+from gla.ops.memory import fresh
 
 
 def whole_sequence(
@@ -68,5 +69,5 @@ def no_tokens(
     B, _, H, K = q.shape
     V = v.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    S = q.new_zeros(N, H, K, V, dtype=wide_dtype(q.dtype)) if state is None else state.clone()
+    S = q.new_zeros(N, H, K, V, dtype=wide_dtype(q.dtype)) if state is None else fresh(state)
     return v.new_zeros(B, 0, H, V), S

@@ -192,6 +192,21 @@ def test_opcheck(impl: str, case: str) -> None:
         torch.library.opcheck(operator, args, kwargs)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_outputs_have_the_promised_strides(impl: str) -> None:
+    """Whatever those of the states and of their gradients are."""
+    state, turned = make_inputs().initial_state, 0
+    assert state is not None
+    for operator, args, kwargs in _recorded(impl, "channel").values():
+        changed = []
+        for x in args:
+            if isinstance(x, Tensor) and x.shape == state.S.shape:
+                x, turned = x.detach().mT.contiguous().mT, turned + 1
+            changed.append(x)
+        torch.library.opcheck(operator, tuple(changed), kwargs, test_utils="test_faketensor")
+    assert turned >= 2
+
+
 def test_every_registered_operator_is_exercised() -> None:
     seen = {name for impl in IMPLS for case in CALLS for name in _recorded(impl, case)}
     registered = {
