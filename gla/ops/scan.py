@@ -5,10 +5,10 @@
 
 One chunk after the other, or where the segment has one row of four chunks or more, an even number,
 and no document ends inside it, both halves of its chunks at once, each from 0; what the first half
-ends with is then carried through the second. torch cuts the tiles of an
-operation in two halves for two threads, and what one core wrote the other reads at 2 GB/s when the
-two share no cache: one chunk after the other, which is too little work for two threads, half of the
-updates and half of the states would go that way.
+ends with is then carried through the second. torch cuts the tiles of an operation in two halves for
+two threads, and what one core wrote the other reads at 2 GB/s when the two share no cache. One
+chunk after the other is too little work for two threads: half of the updates and half of the states
+would go that way.
 
 Sizes: C tokens of a chunk, H heads, D = K or 1 key channels with a gate of their own, V values;
 ``rows`` and ``count`` of the segment.
