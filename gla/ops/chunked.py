@@ -36,7 +36,7 @@ from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
 from gla.ops.layout import Layout, Segment, boundaries
 from gla.ops.memory import Buffers, empty, fresh
 from gla.ops.once import refuse_double_backward, save_nothing
-from gla.ops.scan import Scan, gradient_scan, products_at_bounds, state_scan
+from gla.ops.scan import Scan, products_at_bounds, scan
 from gla.ops.tiles import Tiles, chunk_updates, load_tiles, scaled, scores
 
 Graded = tuple[Tensor, Tensor | float]  # a gradient's tiles, and a factor still to apply
@@ -92,12 +92,12 @@ def _forward(
             saved[s.index, s.row : s.row + s.rows] = S
             tiles = load_tiles(layout, s, inputs, work)
             W = chunk_updates(work, "W", tiles.k, tiles.v, tiles.f and tiles.f.after)
-            scan = state_scan(layout, s, W, tiles.f and tiles.f.total, S, state, final, work)
-            S = scan.bound
+            ahead = scan(layout, s, W, tiles.f and tiles.f.total, S, state, final, work)
+            S = ahead.bound
             out = torch.bmm(
                 scores(tiles, work), tiles.v, out=work("o", *tiles.v.shape, dtype=work.product)
             )
-            out.baddbmm_(tiles.q, scaled(work, "S", scan.states, tiles.f and tiles.f.before))
+            out.baddbmm_(tiles.q, scaled(work, "S", ahead.states, tiles.f and tiles.f.before))
             layout.store(out, s, o, scale)
     return o, final, saved
 
@@ -151,11 +151,12 @@ def _backward(
             layout.load(grad_o, s, do, scale)
             f, S = tiles.f, saved[s.index, s.row : s.row + s.rows]
             W = chunk_updates(work, "W", tiles.k, tiles.v, f and f.after)
-            scan = state_scan(layout, s, W, f and f.total, S, state, None, work)
+            ahead = scan(layout, s, W, f and f.total, S, state, None, work)
             R = chunk_updates(work, "R", tiles.q, do, f and f.before)
-            back = gradient_scan(layout, s, R, f and f.total, dS, grad_final, grad_initial, work)
+            total, ends = f and f.total, (grad_final, grad_initial)
+            back = scan(layout, s, R, total, dS, *ends, work, reverse=True)
             dS = back.bound
-            found = _gradients(layout, s, tiles, do, scan, back, work, need_gate)
+            found = _gradients(layout, s, tiles, do, ahead, back, work, need_gate)
             for (tile, factor), out in zip(found, grads, strict=True):
                 layout.store(tile, s, out, factor)
     dg = gate_grad(grads[3], log_decay) if log_decay is not None and need_gate else q.new_empty(0)
@@ -167,7 +168,7 @@ def _gradients(
     s: Segment,
     tiles: Tiles,
     do: Tensor,
-    scan: Scan,
+    ahead: Scan,
     back: Scan,
     work: Buffers,
     need_gate: bool,
@@ -177,7 +178,7 @@ def _gradients(
     See the module's docstring.
     """
     q, k, v, f, levels = tiles
-    S = scaled(work, "S", scan.states, f and f.before)
+    S = scaled(work, "S", ahead.states, f and f.before)
     dS = scaled(work, "dS_in", back.states, f and f.after)
     P = scores(tiles, work)
     dv = torch.bmm(P.transpose(1, 2), do, out=work("dv", *v.shape, dtype=work.product)).baddbmm_(
@@ -192,7 +193,7 @@ def _gradients(
     found: list[Graded]
     exact, which = None, None
     if levels is not None:
-        exact, which = _exact_gradients(tiles, dq, dk, dP, scan, back, work), levels.strong.which
+        exact, which = _exact_gradients(tiles, dq, dk, dP, ahead, back, work), levels.strong.which
         if which is None:
             dq = exact[0].addcmul_(work.widen("dq_wide", dq), f.to_q)
             dk = exact[1].addcmul_(work.widen("dk_wide", dk), f.to_k)
@@ -210,7 +211,7 @@ def _gradients(
     if need_gate:
         D = f.total.shape[-2]
         through = torch.mul(q, dq, out=work("through", *q.shape)).addcmul_(k, dk, value=-1)
-        start, end = (shared(x, D) for x in products_at_bounds(layout, s, scan, back, work))
+        start, end = (shared(x, D) for x in products_at_bounds(layout, s, ahead, back, work))
         found.append((mild_gate_grad(shared(through, D), start, end, work), 1.0))
     dq.addcmul_(own, k)
     dk.addcmul_(own, q)
@@ -224,7 +225,7 @@ def _gradients(
 
 
 def _exact_gradients(
-    tiles: Tiles, dq: Tensor, dk: Tensor, dP: Tensor, scan: Scan, back: Scan, work: Buffers
+    tiles: Tiles, dq: Tensor, dk: Tensor, dP: Tensor, ahead: Scan, back: Scan, work: Buffers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk through the scores of the strong tiles, and their whole dg, in buffers.
 
@@ -239,7 +240,7 @@ def _exact_gradients(
         "dk": dk,
         "dP": dP,
         "total": tiles.f.total,
-        "S": scan.states.flatten(0, 2),
+        "S": ahead.states.flatten(0, 2),
         "dS": back.states.flatten(0, 2),
     }
     picked = {

@@ -252,7 +252,7 @@ class Levels:
 
     Args:
         q, k: [M, C, K], of all tiles of the segment.
-        strong: which of them are strong, N, and their gates.
+        strong: which of them are strong, N, and their decays.
     """
 
     def __init__(self, q: Tensor, k: Tensor, strong: Strong, work: Buffers) -> None:

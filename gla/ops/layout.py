@@ -170,7 +170,7 @@ class Layout:
         tiles, factor = self._grouped(tiles, s, G), self._grouped(factor, s, G)
         if G != self.H:
             tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
-        elif isinstance(factor, Tensor) and tiles.dtype != out.dtype:
+        elif tiles.dtype != out.dtype and not _is_one(factor):
             tiles, factor = tiles.mul_(factor), 1.0  # in cache, and rounded as it is written
         order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
         tiles = tiles.permute(order)
@@ -193,13 +193,15 @@ class Layout:
         return x.view(s.rows, s.count, G, self.H // G, *x.shape[-2:])
 
 
+def _is_one(factor: Tensor | float) -> bool:
+    return not isinstance(factor, Tensor) and factor == 1
+
+
 def _multiply(x: Tensor, factor: Tensor | float, out: Tensor) -> None:
-    """out = x * factor, rounded once, in one pass over memory where the dtypes allow it."""
-    if isinstance(factor, (float, int)) and factor == 1:
+    """out = x * factor, of x's dtype or wider; a factor of 1 goes with any dtype."""
+    if _is_one(factor):
         out.copy_(x)
     elif x.dtype == out.dtype:
         torch.mul(x, factor, out=out)
-    elif torch.promote_types(x.dtype, out.dtype) == out.dtype:
-        out.copy_(x).mul_(factor)
     else:
-        out.copy_(x * factor)
+        out.copy_(x).mul_(factor)

@@ -42,115 +42,73 @@ class Scan(NamedTuple):
     decays: Tensor | None
 
 
-def state_scan(
+def scan(
     layout: Layout,
     s: Segment,
     updates: Tensor,
     decays: Tensor | None,
-    S: Tensor,
-    initial: Tensor | None,
-    final: Tensor | None,
+    entry: Tensor,
+    given: Tensor | None,
+    left: Tensor | None,
     work: Buffers,
+    reverse: bool = False,
 ) -> Scan:
-    """Run the state over the chunks of a segment, from S [rows, H, K, V] before it.
+    """Run the state over the chunks of a segment, or its gradient back over them (``reverse``).
 
-    States at the starts of sequences are read from ``initial`` (None: zeros), those at their ends
-    written to ``final``, [N, H, K, V] both.
+    Args:
+        layout, s: where the segment lies.
+        updates, decays: [M, K, V] and [M, D, 1] or None.
+        entry: [rows, H, K, V], what the segment before ended with.
+        given: [N, H, K, V], what each sequence enters with; None is zeros.
+        left: [N, H, K, V], receives what each sequence ends with.
+        work: the result lies in it.
+        reverse: from the last chunk to the first.
     """
-    scan = _new_scan("states", layout, s, updates, decays, work)
-    states, bound, updates, decays = scan
-    states[:, 0].copy_(S)
-    if s.first in layout.starts:
-        _read(initial, layout.rows_of(layout.starts[s.first], s), states[:, 0])
-    if _in_halves(layout, s):
-        _both_halves(scan, reverse=False)
-        scan = scan._replace(bound=bound[1:])
-        if final is not None and s.first + s.count - 1 in layout.ends:
-            final[layout.rows_of(layout.ends[s.first + s.count - 1], s)] = scan.bound
-        return scan
-    before = states.unbind(1)
-    for j, after in enumerate((*before[1:], bound)):
-        chunk = s.first + j
-        if j and chunk in layout.starts:
-            _read(initial, layout.rows_of(layout.starts[chunk], s), before[j])
-        _step(updates[:, j], before[j], None if decays is None else decays[:, j], after)
-        if final is not None and chunk in layout.ends:
-            final[layout.rows_of(layout.ends[chunk], s)] = after
-    return scan
-
-
-def gradient_scan(
-    layout: Layout,
-    s: Segment,
-    updates: Tensor,
-    decays: Tensor | None,
-    dS: Tensor,
-    grad_final: Tensor,
-    grad_initial: Tensor,
-    work: Buffers,
-) -> Scan:
-    """Run the state's gradient back over the chunks of a segment, from dS [rows, H, K, V] after it.
-
-    Gradients at the ends of sequences are read from ``grad_final``, those at their starts written
-    to ``grad_initial``, [N, H, K, V] both.
-    """
-    scan = _new_scan("dS", layout, s, updates, decays, work)
-    states, bound, updates, decays = scan
-    last = s.first + s.count - 1
-    states[:, -1].copy_(dS)
-    if last in layout.ends:
-        _read(grad_final, layout.rows_of(layout.ends[last], s), states[:, -1])
-    if _in_halves(layout, s):
-        _both_halves(scan, reverse=True)
-        scan = scan._replace(bound=bound[:1])
-        if s.first in layout.starts:
-            grad_initial[layout.rows_of(layout.starts[s.first], s)] = scan.bound
-        return scan
-    after = states.unbind(1)
-    for j, before in reversed(list(enumerate((bound, *after[:-1])))):
-        chunk = s.first + j
-        if chunk != last and chunk in layout.ends:
-            _read(grad_final, layout.rows_of(layout.ends[chunk], s), after[j])
-        _step(updates[:, j], after[j], None if decays is None else decays[:, j], before)
-        if chunk in layout.starts:
-            grad_initial[layout.rows_of(layout.starts[chunk], s)] = before
-    return scan
-
-
-def products_at_bounds(
-    layout: Layout, s: Segment, scan: Scan, back: Scan, work: Buffers
-) -> tuple[Tensor, Tensor]:
-    """Sum over V of the state times its gradient, before and after each chunk, [M, K] each."""
-    assert scan.decays is not None
-    inner = scan.states[:, 1:]
-    inner = torch.mul(inner, back.states[:, :-1], out=work("S_dS", *inner.shape)).sum(-1)
-    start = torch.cat(((scan.states[:, 0] * back.bound).sum(-1).unsqueeze(1), inner), 1)
-    end = torch.cat((inner, (scan.bound * back.states[:, -1]).sum(-1).unsqueeze(1)), 1)
-    for j in range(1, s.count):
-        if s.first + j in layout.starts:  # between two sequences: S of one, dS of the other
-            i = j - 1
-            before = torch.addcmul(back.updates[:, j], back.states[:, j], scan.decays[:, j])
-            start[:, j] = (scan.states[:, j] * before).sum(-1)
-            after = torch.addcmul(scan.updates[:, i], scan.states[:, i], scan.decays[:, i])
-            end[:, i] = (after * back.states[:, i]).sum(-1)
-    return start.flatten(0, 2), end.flatten(0, 2)
-
-
-def _new_scan(
-    name: str,
-    layout: Layout,
-    s: Segment,
-    updates: Tensor,
-    decays: Tensor | None,
-    work: Buffers,
-) -> Scan:
-    """Updates [M, K, V] and decays [M, D, 1] by chunk, and room for states and bounds."""
+    entries, exits = (layout.ends, layout.starts) if reverse else (layout.starts, layout.ends)
+    order = range(s.count)[::-1] if reverse else range(s.count)
+    # One row of which no sequence ends inside; see the module's docstring.
+    halves = s.rows == 1 and s.count % 2 == 0 and s.count > 2
+    halves = halves and not any(s.first + j in entries for j in order[1:])
     updates = updates.view(s.rows, s.count, -1, *updates.shape[1:])
     if decays is not None:
         decays = decays.view(s.rows, s.count, -1, *decays.shape[1:])
-    ends = 2 if _in_halves(layout, s) else s.rows
-    bound = work(f"{name} bound", ends, *updates.shape[2:])
-    return Scan(work(name, *updates.shape), bound, updates, decays)
+    name = "dS" if reverse else "states"
+    states = work(name, *updates.shape)
+    ends = work(f"{name} bound", 2 if halves else s.rows, *updates.shape[2:])
+    bound = ends if not halves else ends[:1] if reverse else ends[1:]
+
+    places = [*(states[:, j] for j in order), bound]
+    places[0].copy_(entry)
+    for i, j in enumerate(order):
+        chunk = s.first + j
+        if chunk in entries:
+            _read(given, layout.rows_of(entries[chunk], s), places[i])
+        if not halves:
+            _step(updates[:, j], places[i], _at(decays, j), places[i + 1])
+        elif i == 0:
+            _both_halves(states, updates, decays, ends, reverse)
+        if left is not None and chunk in exits:
+            left[layout.rows_of(exits[chunk], s)] = places[i + 1]
+    return Scan(states, bound, updates, decays)
+
+
+def products_at_bounds(
+    layout: Layout, s: Segment, ahead: Scan, back: Scan, work: Buffers
+) -> tuple[Tensor, Tensor]:
+    """Sum over V of the state times its gradient, before and after each chunk, [M, K] each."""
+    assert ahead.decays is not None
+    inner = ahead.states[:, 1:]
+    inner = torch.mul(inner, back.states[:, :-1], out=work("S_dS", *inner.shape)).sum(-1)
+    start = torch.cat(((ahead.states[:, 0] * back.bound).sum(-1).unsqueeze(1), inner), 1)
+    end = torch.cat((inner, (ahead.bound * back.states[:, -1]).sum(-1).unsqueeze(1)), 1)
+    for j in range(1, s.count):
+        if s.first + j in layout.starts:  # between two sequences: S of one, dS of the other
+            i = j - 1
+            before = torch.addcmul(back.updates[:, j], back.states[:, j], ahead.decays[:, j])
+            start[:, j] = (ahead.states[:, j] * before).sum(-1)
+            after = torch.addcmul(ahead.updates[:, i], ahead.states[:, i], ahead.decays[:, i])
+            end[:, i] = (after * back.states[:, i]).sum(-1)
+    return start.flatten(0, 2), end.flatten(0, 2)
 
 
 def _read(states: Tensor | None, rows: slice, out: Tensor) -> None:
@@ -168,21 +126,21 @@ def _step(update: Tensor, state: Tensor, decay: Tensor | None, out: Tensor) -> N
         torch.addcmul(update, state, decay, out=out)
 
 
-def _in_halves(layout: Layout, s: Segment) -> bool:
-    inside = range(s.first + 1, s.first + s.count)
-    even = s.rows == 1 and s.count % 2 == 0 and s.count > 2
-    return even and not any(chunk in layout.starts for chunk in inside)
+def _at(decays: Tensor | None, i: int | slice, half: int | slice = slice(None)) -> Tensor | None:
+    return None if decays is None else decays[half, i]
 
 
-def _both_halves(scan: Scan, reverse: bool) -> None:
+def _both_halves(
+    states: Tensor, updates: Tensor, decays: Tensor | None, ends: Tensor, reverse: bool
+) -> None:
     """The scan of one row's chunks, two halves at once, from the entry that lies in its place.
 
-    Its bound is [2, H, K, V]: what both halves end with.
+    Sizes are those of ``Scan``; ends [2, H, K, V] receives what both halves end with.
     """
-    states, updates = (x.view(2, -1, *x.shape[2:]) for x in (scan.states, scan.updates))
-    decays = over = None
-    if scan.decays is not None:
-        decays = scan.decays.view(2, -1, *scan.decays.shape[2:])
+    states, updates = (x.view(2, -1, *x.shape[2:]) for x in (states, updates))
+    over = None
+    if decays is not None:
+        decays = decays.view(2, -1, *decays.shape[2:])
         over = decays.flip(1).cumprod(1).flip(1) if reverse else decays.cumprod(1)
     order = list(range(states.shape[1]))[:: -1 if reverse else 1]
     first, second, last = order[0], order[1], order[-1]
@@ -200,8 +158,4 @@ def _both_halves(scan: Scan, reverse: bool) -> None:
     _step(entry[far], entry[near], _at(over, last, near), entry[far])
     _step(updates[:, first], entry, _at(over, first), states[:, second])
     _step(states[:, rest], entry.unsqueeze(1), _at(over, before_rest), states[:, rest])
-    _step(updates[:, last], states[:, last], _at(decays, last), scan.bound)
-
-
-def _at(decays: Tensor | None, i: int | slice, half: int | slice = slice(None)) -> Tensor | None:
-    return None if decays is None else decays[half, i]
+    _step(updates[:, last], states[:, last], _at(decays, last), ends)
