@@ -6,6 +6,8 @@ N sequences (N = B, or the number of packed documents).
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -112,10 +114,11 @@ class CachedAttention(Mixer[SoftmaxState]):
             return cache.append(state, k, v, place)
         return cache.turn(state, k, v, place, self.pinned)
 
+    @abstractmethod
     def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D], position [B or 1, T] -> q [B, T, H, K], k and v [B, T, G, K]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _attend(
         self,
         q: Tensor,
@@ -137,7 +140,6 @@ class CachedAttention(Mixer[SoftmaxState]):
             holds_new: whether the new tokens stand in ``past`` already.
             length: [B] tokens of each row, the rest pads at its end; None is all.
         """
-        raise NotImplementedError
 
     def _attend_packed(
         self,

@@ -5,6 +5,7 @@ Sizes: B batch, T tokens, D model width, N sequences (N = B, or the number of pa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Generic
 
@@ -26,7 +27,7 @@ class MixerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Mixer(nn.Module, Generic[State]):
+class Mixer(nn.Module, ABC, Generic[State]):
     """A map over tokens with a state: the part of a block that looks at other tokens.
 
     A subclass is built as ``Layer(d_model, config)`` and raises ConfigError there if it cannot do
@@ -50,6 +51,7 @@ class Mixer(nn.Module, Generic[State]):
 
     causal: bool = True
 
+    @abstractmethod
     def forward(
         self,
         x: Tensor,
@@ -72,7 +74,6 @@ class Mixer(nn.Module, Generic[State]):
         Raises:
             StateError: a state for a mixer that is not causal.
         """
-        raise NotImplementedError
 
     def init_state(
         self,
@@ -89,9 +90,13 @@ class Mixer(nn.Module, Generic[State]):
             dtype: of the activations; that of the layer if None.
 
         Raises:
-            StateError: the mixer is not causal.
+            StateError: the mixer is not causal, or does not say what its state is.
         """
-        raise NotImplementedError
+        self.require_causal("a call for a state")
+        raise StateError(
+            f"{type(self).__name__}.init_state: got none, expected one of a mixer that is causal; "
+            "fix by defining it"
+        )
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Mix one token: x [B, D] -> y [B, D], next state.

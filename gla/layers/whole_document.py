@@ -10,7 +10,8 @@ their padded length.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -40,6 +41,7 @@ class WholeDocumentMixer(Mixer[Any]):
         self.q_proj, self.k_proj, self.v_proj = (Linear(d_model, d_model) for _ in range(3))
         self.out_proj = Linear(d_model, d_model)
 
+    @abstractmethod
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, length: Tensor | None, *extra: Tensor
     ) -> Tensor:
@@ -54,22 +56,10 @@ class WholeDocumentMixer(Mixer[Any]):
         Returns:
             [n, L, H, K].
         """
-        raise NotImplementedError
 
     def per_token(self, x: Tensor) -> tuple[Tensor, ...]:
         """Make further tensors [B, T, ...] of x [B, T, D] that ``attend`` is given."""
         return ()
-
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> NoReturn:
-        """Refused: there is no state."""
-        self.require_causal("a call for a state")
-        raise AssertionError
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from gla.train.model import build_encoder
 from gla.train.objective import share_of
 
 
-class EncoderObjective:
+class EncoderObjective(ABC):
     """What both have in common.
 
     Args:
@@ -88,15 +89,15 @@ class EncoderObjective:
         """See ``Objective``."""
         return self._reader(step)
 
+    @abstractmethod
     def count(self, batch: Any) -> tuple[int, int, int]:
         """See ``Objective``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, batch: Any, index: int) -> Tensor:
         """See ``Objective``."""
-        raise NotImplementedError
 
-    def settle(self, taken: bool) -> None:
+    def settle(self, taken: bool) -> None:  # noqa: B027 (to do nothing is right)
         """See ``Objective``: nothing is carried."""
 
     def rehearsal(self, step: int, rows: int) -> Tensor:
@@ -134,7 +135,7 @@ class EncoderObjective:
         """See ``Objective``: there are none."""
         return {}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027 (the same)
         """See ``Objective``."""
 
     def close(self) -> None:

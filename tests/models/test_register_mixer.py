@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gla
-from gla.errors import ConfigError
+from gla.errors import ConfigError, StateError
 from gla.layers import mixer as module
 from gla.layers.mixer import Mixer, MixerConfig
 from gla.state import select
@@ -81,3 +81,22 @@ def test_a_config_without_its_kind_is_refused():
         gla.register_mixer("x", Nameless, Mixer)
     with pytest.raises(ConfigError, match=r"Misnamed\.kind: got the default 'other'"):
         gla.register_mixer("x", Misnamed, Mixer)
+
+
+def test_a_mixer_that_gives_too_little_is_told_of():
+    class WithoutForward(Mixer):
+        pass
+
+    class WithoutState(Mixer):
+        def forward(self, x, state=None, *, cu_seqlens=None, need_state=True):
+            return x, None
+
+    build: Any = WithoutForward
+    with pytest.raises(TypeError, match="forward"):
+        build()
+    layer = WithoutState()
+    with pytest.raises(StateError, match=r"^WithoutState\.init_state: got none, expected one"):
+        layer.init_state(1)
+    layer.causal = False
+    with pytest.raises(StateError, match="a call for a state"):
+        layer.init_state(1)

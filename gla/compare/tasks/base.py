@@ -6,6 +6,7 @@ nothing is asked. Sizes: N examples, T tokens of one, V vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
@@ -43,7 +44,7 @@ class Case(NamedTuple):
     task: Task
 
 
-class Task(BaseModel):
+class Task(BaseModel, ABC):
     """Base of the synthetic tasks: settings, and what is made from them.
 
     Attributes:
@@ -67,10 +68,11 @@ class Task(BaseModel):
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
+    @abstractmethod
     def chance(self) -> float:
         """See the class."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make(self, rng: np.random.Generator, size: int, training: bool) -> Examples:
         """Make examples.
 
@@ -79,7 +81,6 @@ class Task(BaseModel):
             size: N.
             training: Whether they are for training: some tasks then ask for more tokens.
         """
-        raise NotImplementedError
 
     def parts(self) -> list[tuple[Task, int]]:
         """Return the tasks that training mixes, and the weight of each (or its examples)."""
