@@ -151,10 +151,16 @@ def test_the_message_names_what_is_wrong(impl: str, case: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_good_arguments_are_accepted(impl: str) -> None:
     """The cases above fail for their one change alone."""
-    gla.gated_linear_attention(**_good(), impl=impl)
-    gla.gated_linear_attention(**_packed([0, 3, T]), impl=impl)
     state = _state(B, H, K, V, z=(B, H, K))
-    gla.gated_linear_attention(**_good(initial_state=state), normalize=True, impl=impl)
+    calls: list[tuple[dict[str, Any], int]] = [
+        (_good(), B),
+        (_packed([0, 3, T]), 2),
+        (_good(initial_state=state) | {"normalize": True}, B),
+    ]
+    for arguments, sequences in calls:
+        o, after = gla.gated_linear_attention(**arguments, impl=impl)
+        assert o.shape == arguments["v"].shape
+        assert after.S.shape == (sequences, H, K, V)
 
 
 # --- the choice of form -----------------------------------------------------------------------
