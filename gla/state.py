@@ -81,7 +81,7 @@ def concatenate(states: Sequence[State]) -> State:
     Args:
         states: at least one, all of the same model.
     """
-    columns = zip(*([x for _, x in named_tensors(state)] for state in states), strict=True)
+    columns = zip(*(tensors(state) for state in states), strict=True)
     joined = (torch.cat(_equal_sizes(column)) for column in columns)
     return map_tensors(states[0], lambda x: next(joined))
 
@@ -98,7 +98,18 @@ def _equal_sizes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def nbytes(state: tuple) -> int:
     """Bytes that the tensors of a state take."""
-    return sum(x.numel() * x.element_size() for _, x in named_tensors(state))
+    return sum(x.numel() * x.element_size() for x in tensors(state))
+
+
+def tensors(state: tuple) -> list[Tensor]:
+    """Every tensor of a state, in the order in which ``map_tensors`` meets them."""
+    found: list[Tensor] = []
+    for part in state:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif part is not None:
+            found += tensors(part)
+    return found
 
 
 def named_tensors(state: tuple) -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ from gla.generate.decoder import PREFILL_TOKENS, Decoder, narrow
 from gla.generate.session import SessionState
 from gla.models.config import ModelConfig
 from gla.models.language_model import LanguageModel
+from gla.ops.memory import empty
 
 VARIANTS = {
     "eager": ("fp32", False),
@@ -36,8 +37,11 @@ VARIANTS = {
 
 
 def read_bandwidth(size: int) -> float:
-    """Bytes a second at which ``size`` bytes of fp32 are read and added up, best of ten."""
-    block = torch.ones(size // 4)
+    """Bytes a second at which ``size`` bytes of fp32 are read and added up, best of ten.
+
+    They lie in memory as the weights do, on huge pages.
+    """
+    block = empty((size // 4,), torch.float32, torch.device("cpu")).fill_(1)
     return size / min(_seconds(lambda: block.sum()) for _ in range(10))
 
 

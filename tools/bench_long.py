@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gla import state as states
-from gla.generate.decoder import PREFILL_TOKENS, Decoder
+from gla.generate.decoder import PREFILL_TOKENS, Decoder, narrow
 from gla.models.config import ModelConfig
 from gla.models.language_model import LanguageModel
 from gla.ops.memory import keep_freed_memory
@@ -264,13 +264,16 @@ def main() -> None:
     keep_freed_memory()  # as the commands do
     decoders = {
         name: Decoder(
-            LanguageModel(
-                ModelConfig(
-                    d_model=options.d_model,
-                    vocab_size=options.vocab_size,
-                    layers=[pattern.format(options.layers, options.layers // 4)],
-                )
-            ).eval()
+            narrow(
+                LanguageModel(
+                    ModelConfig(
+                        d_model=options.d_model,
+                        vocab_size=options.vocab_size,
+                        layers=[pattern.format(options.layers, options.layers // 4)],
+                    )
+                ).eval(),
+                "fp32",
+            )
         )
         for name, pattern in KINDS.items()
     }

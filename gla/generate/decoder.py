@@ -9,17 +9,21 @@ Sizes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from gla import state as states
-from gla.errors import ConfigError
-from gla.generate.int8 import Int8Linear
+from gla.errors import ConfigError, StateError
+from gla.generate.int8 import FEW_ROWS, Int8Linear
 from gla.layers.linear import Linear, WideModule
+from gla.models.inputs import check_state
 from gla.models.language_model import LanguageModel
+from gla.models.weights import gather
 from gla.state import ModelState
 
 WIDTHS = ("fp32", "bf16", "int8")
@@ -32,7 +36,8 @@ class Decoder:
     Args:
         model: used as it is, in the mode (train or eval) that it is in.
         compiled: compile the step at its first call: some ten seconds on a CPU, for each of one row
-            and many rows.
+            and many rows; again after the weights as a whole have moved or changed their dtype. A
+            module or parameter that is replaced by itself later on is not noticed.
 
     Raises:
         ConfigError: compiling a model whose state grows.
@@ -42,11 +47,12 @@ class Decoder:
         self.model = model
         self.device = model.embed.weight.device
         self.compiled = compiled
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _Graph] = {}  # by rows, on a GPU
+        self._steps: dict[int, _Compiled] = {}  # by range of rows, on a CPU
+        self._weights_at, self._ends = 0, [1]  # where the ranges end
         self._fingerprint: tuple[list[int], str] | None = None
         if compiled:
             _refuse_growth(model)
-            self._step = torch.compile(_step_in_place, fullgraph=True)
 
     def prefill(
         self, tokens: Tensor, state: ModelState | None, mask: Tensor | None = None
@@ -71,23 +77,47 @@ class Decoder:
 
         Raises:
             ConfigError: compiling without a C++ compiler.
+            StateError: a state of another model or number of sequences.
         """
         tokens = tokens.to(self.device)
         if not self.compiled:
             return self.model.decode_step(tokens, state)
         if self.device.type == "cuda":
             return self._replay(tokens, state), state
-        try:
-            return self._step(self.model, tokens, state), state
-        except torch._inductor.exc.InvalidCxxCompiler:  # pyright: ignore
-            raise ConfigError(
-                "compile: got a machine without a C++ compiler, expected g++ or clang++; fix by "
-                "installing one or without compile"
-            ) from None
+        step = self._compiled_step(tokens, state)
+        left = states.tensors(state)
+        if not all(x.is_contiguous() for x in left):
+            state = states.map_tensors(state, torch.Tensor.contiguous)
+            left = states.tensors(state)
+        if [(x.shape[1:], x.dtype) for x in left] != step.layout:
+            raise StateError(
+                "state: got tensors of other sizes or dtypes, expected those of this model; fix by "
+                "using the state of this model"
+            )
+        return step.graph(tokens, *left), state
+
+    def _compiled_step(self, tokens: Tensor, state: ModelState) -> _Compiled:
+        """The graph for so many rows, compiled if need be."""
+        check_state(len(self.model.blocks), state, len(tokens))
+        weights_at = self.model.embed.weight.data_ptr()
+        if self._weights_at != weights_at:
+            self._weights_at, self._steps = weights_at, {}
+            self._ends = [1, FEW_ROWS] if self.weights == "int8" else [1]
+        number = bisect.bisect_left(self._ends, len(tokens))
+        if number not in self._steps:
+            least, *most = [0, *self._ends][number:][:2]
+            try:
+                self._steps[number] = _compile(self.model, tokens, least + 1, *most)
+            except torch._inductor.exc.InvalidCxxCompiler:  # pyright: ignore
+                raise ConfigError(
+                    "compile: got a machine without a C++ compiler, expected g++ or clang++; fix "
+                    "by installing one or without compile"
+                ) from None
+        return self._steps[number]
 
     def _replay(self, tokens: Tensor, state: ModelState) -> Tensor:
         """A step by the CUDA graph of so many rows; rows of other sessions may go in between."""
-        mine = [x for _, x in states.named_tensors(state)]
+        mine = states.tensors(state)
         graph = self._graphs.get(len(tokens))
         if graph is None:
             graph = self._graphs[len(tokens)] = _capture(self.model, tokens, state)
@@ -119,6 +149,18 @@ class Decoder:
         return self._fingerprint[1]
 
 
+class _Compiled(NamedTuple):
+    """A step compiled for a CPU, and what it takes without looking.
+
+    Attributes:
+        graph: (tokens [B], the state's tensors) -> logits [B, V]; the tensors are written over.
+        layout: size without rows, and dtype, of each of the state's tensors.
+    """
+
+    graph: Callable[..., Tensor]
+    layout: list[tuple[torch.Size, torch.dtype]]
+
+
 class _Graph(NamedTuple):
     """A captured step and the memory that it reads and writes."""
 
@@ -129,22 +171,21 @@ class _Graph(NamedTuple):
 
 
 def narrow(model: LanguageModel, weights: str) -> LanguageModel:
-    """Keep a model's weights in fewer bits, in place; see ``gla.generate.int8``.
+    """Keep a model's weights in fewer bits, in place, and gathered for reading on a CPU.
 
     With "bf16" weights and activations are bf16, with "int8" the weights of linear maps are 8-bit
-    integers with a scale each row, and the rest is bf16. Gates and states stay in fp32 in both.
+    integers with a scale each row, and the rest is bf16; see ``gla.generate.int8``. Gates and
+    states stay in fp32 in both. ``gla.models.weights.gather`` says what gathering is.
 
     Args:
         model: in eval mode; it cannot be trained afterwards.
-        weights: "fp32" leaves the model as it is.
+        weights: "fp32" leaves the numbers as they are.
 
     Raises:
         ConfigError: another word.
     """
     if weights not in WIDTHS:
         raise ConfigError(f"weights: got {weights!r}, expected one of {', '.join(WIDTHS)}")
-    if weights == "fp32":
-        return model
     if weights == "int8":
         if model.head is None:  # tied: rows are looked up in the one, and multiplied in the other
             model.head = cast(Linear, Int8Linear(model.embed.weight, None))
@@ -152,15 +193,59 @@ def narrow(model: LanguageModel, weights: str) -> LanguageModel:
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear) and not isinstance(child, WideModule):
                     setattr(module, name, Int8Linear(child.weight, child.bias))
-    return model.bfloat16()
+    model = model if weights == "fp32" else model.bfloat16()
+    gather(model)
+    return model
 
 
 def _step_in_place(model: LanguageModel, tokens: Tensor, state: ModelState) -> Tensor:
     logits, after = model.decode_step(tokens, state)
-    olds, news = states.named_tensors(state), states.named_tensors(after)
-    for (_, old), (_, new) in zip(olds, news, strict=True):
+    for old, new in zip(states.tensors(state), states.tensors(after), strict=True):
         old.copy_(new)
     return logits
+
+
+class _Step(nn.Module):
+    """A step as ``torch.export`` takes it: tensors in, those of the state written over.
+
+    Args:
+        model: the model.
+        like: a state, for its layout.
+    """
+
+    def __init__(self, model: LanguageModel, like: ModelState) -> None:
+        super().__init__()
+        self.model, self.like = model, like
+
+    def forward(self, tokens: Tensor, *tensors: Tensor) -> Tensor:
+        """tokens [B] and the state's tensors -> logits [B, V]."""
+        left = iter(tensors)
+        return _step_in_place(
+            self.model, tokens, states.map_tensors(self.like, lambda _: next(left))
+        )
+
+
+def _compile(
+    model: LanguageModel, tokens: Tensor, least: int, most: int | None = None
+) -> _Compiled:
+    """Compile the step for ``least`` to ``most`` rows, of which tokens has as many as it likes.
+
+    Not by ``torch.compile``: what that checks before each call, hundreds of attributes of modules,
+    takes as long as a third of the step.
+    """
+    state = model.init_state(len(tokens))
+    left = states.tensors(state)
+    sizes = None
+    if least != most:
+        rows = torch.export.Dim("rows", min=least, max=most)
+        sizes = ({0: rows}, tuple({0: rows} for _ in left))
+    step = _Step(model, state)
+    exported = torch.export.export(step, (tokens, *left), dynamic_shapes=sizes, strict=False)
+    graph = exported.module()
+    fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    # Sizes are checked by the caller: the graph would check those of all weights at every call.
+    run = torch._inductor.compile(graph, fakes, options={"size_asserts": False})
+    return _Compiled(cast(Callable[..., Tensor], run), [(x.shape[1:], x.dtype) for x in left])
 
 
 def _capture(model: LanguageModel, tokens: Tensor, state: ModelState) -> _Graph:
@@ -176,7 +261,7 @@ def _capture(model: LanguageModel, tokens: Tensor, state: ModelState) -> _Graph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = _step_in_place(model, tokens, state)
-    return _Graph(graph, tokens, [x for _, x in states.named_tensors(state)], logits)
+    return _Graph(graph, tokens, states.tensors(state), logits)
 
 
 def _refuse_growth(model: LanguageModel) -> None:

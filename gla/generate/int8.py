@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla.layers.linear import is_one_compiled_row, row_sums
+from gla.layers.linear import is_one_row, row_sums
 
 # Rows up to which the integer product, which reads the weights once and packs nothing, is faster
 # than widening the weights first; measured on two cores with AVX-512. One row of a compiled graph
 # is written as sums, as in ``gla.layers.linear``: the compiler reads the integers as they are.
-_FEW_ROWS = 16
+FEW_ROWS = 16
 _MULTIPLE = 32  # of inputs and outputs: the integer product reads past the end of others
 
 
@@ -56,9 +56,9 @@ class Int8Linear(nn.Module):
         """x [..., I] -> y [..., O]."""
         rows = x.reshape(-1, x.shape[-1])
         fits = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[-1] % _MULTIPLE == 0
-        if is_one_compiled_row(x):
+        if torch.compiler.is_compiling() and is_one_row(x):
             y = (row_sums(x, self.weight) * self.scale).to(x.dtype).unsqueeze(0)
-        elif fits and 0 < rows.shape[0] <= _FEW_ROWS:
+        elif fits and 0 < rows.shape[0] <= FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype) * self.scale.to(x.dtype).unsqueeze(1))

@@ -20,7 +20,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from gla.layers.linear import WideLinear
@@ -79,8 +78,7 @@ class ChannelGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> log_decay [B, T, G, K], fp32 or wider."""
-        gate_logits = self.up(self.down(x))
-        gate_logits = rearrange(gate_logits, "b t (g k) -> b t g k", g=self.num_heads)
+        gate_logits = self.up(self.down(x)).unflatten(-1, (self.num_heads, -1))
         return F.logsigmoid(gate_logits) / DIVISOR
 
 

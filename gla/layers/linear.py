@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,36 +10,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INIT_STD = 0.02
+# Weights between which a row is multiplied and added up outside of a graph; measured on two cores.
+_SMALL, _CACHED = 1 << 15, 1 << 21
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I], weight [O, I], bias [O] -> [..., O].
 
-    The product with one row, of a decoded token on a CPU, is written as sums over products: the
-    libraries' own runs on one core. A compiled graph makes one loop of it, in any dtype; without,
-    the products are stored, which pays for fp32 weights of middle sizes.
+    The product with one row, of a decoded token on a CPU, is written out: the libraries' own runs
+    on one core. A compiled graph makes one loop of sums over products, in any dtype; without, fp32
+    weights of middle sizes are multiplied and added up, and large ones, whose products would not
+    stay in the cache, go to the library in a part for each thread.
     """
-    fits = x.shape[-1] == weight.shape[-1]
-    if not (fits and (is_one_compiled_row(x) or _is_one_eager_row(x, weight))):
+    if not is_one_row(x) or x.shape[-1] != weight.shape[-1]:
         return F.linear(x, weight, bias)
-    y = row_sums(x, weight)
+    if torch.compiler.is_compiling():
+        y = row_sums(x, weight)
+    elif not x.dtype == weight.dtype == torch.float32 or weight.numel() < _SMALL:
+        return F.linear(x, weight, bias)
+    elif weight.numel() <= _CACHED:
+        y = torch.linalg.vecdot(weight, x.reshape(1, -1))
+    else:
+        parts = math.gcd(weight.shape[0], torch.get_num_threads())
+        y = torch.matmul(x.reshape(1, -1), weight.unflatten(0, (parts, -1)).mT).flatten()
     y = y if bias is None else y + bias.to(y.dtype)
     return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def _is_one_row(x: Tensor) -> bool:
+def is_one_row(x: Tensor) -> bool:
+    """Whether products with x [..., I] may be written out; see ``linear``."""
     one_row = x.numel() == x.shape[-1] and x.device.type == "cpu"
     return one_row and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-
-
-def is_one_compiled_row(x: Tensor) -> bool:
-    """Whether products with x [..., I] are to be written as sums in a graph; see ``linear``."""
-    return torch.compiler.is_compiling() and _is_one_row(x)
-
-
-def _is_one_eager_row(x: Tensor, weight: Tensor) -> bool:
-    wide = x.dtype == weight.dtype == torch.float32
-    return wide and 1 << 15 < weight.numel() <= 1 << 22 and _is_one_row(x)
 
 
 def row_sums(x: Tensor, weight: Tensor) -> Tensor:
@@ -94,4 +96,4 @@ class WideLinear(WideModule, Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] in any float dtype -> [..., out_features] in the parameters' dtype."""
         with torch.autocast(input.device.type, enabled=False):
-            return F.linear(input.to(self.weight.dtype), self.weight, self.bias)
+            return linear(input.to(self.weight.dtype), self.weight, self.bias)

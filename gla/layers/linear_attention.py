@@ -19,7 +19,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
@@ -193,9 +192,8 @@ class LinearAttention(DecayRecorder, Mixer[LinearAttentionState]):
             qkv = torch.cat([q, k, v], dim=-1)
             qkv, conv = self.conv(qkv, before, cu_seqlens, self.config.fused)
             q, k, v = qkv.split(self.sizes, dim=-1)
-        q = rearrange(q, "b t (h k) -> b t h k", h=self.num_heads)
-        k = rearrange(k, "b t (g k) -> b t g k", g=self.num_kv_heads)
-        v = rearrange(v, "b t (g v) -> b t g v", g=self.num_kv_heads)
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v = (x.unflatten(-1, (self.num_kv_heads, -1)) for x in (k, v))
         q, k, position = self._map(q, k, None if state is None else state.position, cu_seqlens)
         log_decay = None if self.gate is None else self.gate(x)
         if log_decay is not None:
@@ -215,14 +213,14 @@ class LinearAttention(DecayRecorder, Mixer[LinearAttentionState]):
         o = o.to(v.dtype)
         z = None
         if self.gate_proj is not None:
-            z = rearrange(self.gate_proj(x), "b t (h v) -> b t h v", h=self.num_heads)
+            z = self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
         if self.norm is not None and z is not None:
             o = self.norm.gated(o, z, self.config.fused)
         elif self.norm is not None:
             o = self.norm(o)
         elif z is not None:
             o = o * F.silu(z)
-        o = rearrange(o, "b t h v -> b t (h v)")
+        o = o.flatten(-2)
         if not (need_state and self.causal):
             return self.out_proj(o), None
         return self.out_proj(o), LinearAttentionState(conv, recurrent, position)

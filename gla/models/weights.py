@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from gla import storage
 from gla.errors import CheckpointError, ConfigError, NumericsError
+from gla.ops.memory import empty
 from gla.tables import read_toml
 
 logger = logging.getLogger("gla")
 
 WEIGHTS = "model.safetensors"
 AVERAGE = "average.safetensors"  # the running average of the weights, where a run keeps one
+_ALIGNMENT = 64  # bytes, of a tensor's start: a line of the cache
 _LISTED = 10  # faults that a message names
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # of what torch.save writes: a zip, or a bare pickle
 
@@ -124,6 +126,22 @@ def check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
             f"{file}: got NaN or infinity in {', '.join(sorted(bad)[:_LISTED])}{more}, expected "
             "finite weights; fix by taking an older checkpoint, or with --allow-nonfinite"
         )
+
+
+def gather(model: nn.Module) -> None:
+    """Move the weights that are on the CPU into one block of memory, on huge pages where possible.
+
+    A decoded token reads every weight once, and finding 4 KB pages takes a quarter of that time.
+    Names, values and identities of parameters stay; what else holds their old memory keeps it.
+    """
+    weights = [x for x in [*model.parameters(), *model.buffers()] if x.device.type == "cpu"]
+    starts = [0]
+    for x in weights:
+        starts.append(starts[-1] + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    block = empty((starts[-1],), torch.uint8, torch.device("cpu"))
+    for x, start in zip(weights, starts, strict=False):
+        part = block[start : start + x.nbytes].view(x.dtype).view(x.shape)
+        x.data = part.copy_(x.data)
 
 
 def _misfit(file: Path, what: str) -> CheckpointError:

@@ -54,7 +54,7 @@ def _one_token(
     S = _initial(q, v, None, None) if state is None else state.contiguous()
     S = _step(S, kw[:, 0], vw[:, 0], None if gate is None else gate[:, 0])
     # A sum of products, and no matmul, which autocast would round.
-    o = (qw[:, 0].unsqueeze(-1) * S).sum(-2) * scale
+    o = torch.linalg.vecdot(qw[:, 0].unsqueeze(-1), S, dim=-2) * scale
     return o.unsqueeze(1).to(v.dtype), S
 
 
@@ -85,7 +85,7 @@ def _widened(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
 def _step(S: Tensor, k: Tensor, v: Tensor, gate: Tensor | None) -> Tensor:
     """S [N, H, K, V], k [N, H, K], v [N, H, V], gate [N, H, 1 or K] -> the next S."""
     S = S if gate is None else S * gate.unsqueeze(-1)
-    return S + k.unsqueeze(-1) * v.unsqueeze(-2)
+    return torch.addcmul(S, k.unsqueeze(-1), v.unsqueeze(-2))
 
 
 def _initial(q: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -204,7 +204,7 @@ class LanguageModeling:
         if carried is None or len(rows) == 0:
             return fresh
         windows = batch.goes_on[rows]
-        parts = iter([x for _, x in states.named_tensors(states.select(carried, rows))])
+        parts = iter(states.tensors(states.select(carried, rows)))
 
         def put(x: Tensor) -> Tensor:
             return x.index_copy(0, windows.to(x.device), next(parts).to(x.dtype))

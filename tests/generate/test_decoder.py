@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gla import state
-from gla.errors import ConfigError
+from gla.errors import ConfigError, StateError
 from gla.generate.decoder import Decoder, narrow
 from gla.generate.int8 import Int8Linear
 from gla.generate.session import Session
 from gla.layers.linear import WideModule, linear
+from gla.models.weights import gather
 
 from .conftest import CONFIG, make_model
 
 CONSTANT = CONFIG.replace(', "softmax"', "")
 SMALL = CONFIG.replace('"short", "softmax"', "").replace('"near", ', '"near"')
+
+
+def run_graphs_eagerly(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Leave out the C++ compiler; the number of graphs made is the length of what is returned."""
+    made: list[int] = []
+
+    def compile_(graph, inputs, options):
+        made.append(len(made))
+        return graph
+
+    monkeypatch.setattr(torch._inductor, "compile", compile_)
+    return made
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -86,9 +101,7 @@ def test_one_int8_row_of_a_compiled_graph_is_the_product_with_its_integers(dtype
 
 
 def test_a_compiled_step_writes_over_its_state(tokenizer, monkeypatch):
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))
-    torch.compiler.reset()
+    run_graphs_eagerly(monkeypatch)
     model = make_model(config=SMALL)
     plain, compiled = Decoder(model), Decoder(model, compiled=True)
     for rows in (1, 3):
@@ -106,9 +119,81 @@ def test_a_compiled_step_writes_over_its_state(tokenizer, monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_a_compiled_step_refuses_other_states(tokenizer, monkeypatch):
+    run_graphs_eagerly(monkeypatch)
+    model = make_model(config=SMALL)
+    decoder, token = Decoder(model, compiled=True), torch.zeros(1, dtype=torch.int64)
+    good = model.init_state(1)
+    decoder.step(token, good)
+    wide = state.map_tensors(good, lambda x: x.double())
+    longer = state.map_tensors(good, lambda x: torch.cat([x, x], 1) if x.dim() > 1 else x)
+    for bad in (wide, longer, model.init_state(2), good._replace(layers=good.layers[1:])):
+        with pytest.raises(StateError, match=r"^state: got "):
+            decoder.step(token, bad)
+
+
+def test_a_graph_serves_any_rows_and_states_and_follows_the_weights(tokenizer, monkeypatch):
+    made = run_graphs_eagerly(monkeypatch)
+    model = make_model(config=SMALL)
+    decoder = Decoder(model, compiled=True)
+
+    def agrees(rows: int) -> None:
+        start = model.init_state(rows)
+        start = decoder.prefill(torch.arange(3 * rows).view(rows, 3), start)[1]
+        turned = state.map_tensors(start, lambda x: x.mT.contiguous().mT if x.dim() > 2 else x)
+        want, after = Decoder(model).step(torch.arange(rows), start)
+        got, ours = decoder.step(torch.arange(rows), turned)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-4)
+        for (_, a), (_, b) in zip(
+            state.named_tensors(ours), state.named_tensors(after), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+    for rows in (1, 3, 2, 40):
+        agrees(rows)
+    assert len(made) == 2  # of one row, and of more
+    with torch.no_grad():
+        model.norm.weight.mul_(2)  # in place: the graphs read it
+        agrees(1)
+        assert len(made) == 2
+    narrow(model, "bf16")
+    agrees(1)
+    assert len(made) == 3
+
+
+def test_int8_graphs_keep_to_the_rows_that_their_product_is_for(tokenizer, monkeypatch):
+    made = run_graphs_eagerly(monkeypatch)
+    model = narrow(make_model(config=SMALL), "int8")
+    decoder = Decoder(model, compiled=True)
+    for rows in (1, 2, 16, 17, 40):
+        start = model.init_state(rows)
+        want, _ = Decoder(model).step(torch.arange(rows), start)
+        got, _ = decoder.step(torch.arange(rows), start)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+    assert len(made) == 3
+
+
+def test_gathered_weights_are_the_same_in_one_block(tmp_path):
+    model = make_model(config=CONFIG)
+    weights = {name: (x, x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
+    gather(model)
+    places = {x.untyped_storage().data_ptr() for x in model.state_dict().values() if x.numel()}
+    assert len(places) == 1
+    for name, x in model.state_dict(keep_vars=True).items():
+        was, value = weights[name]
+        assert x is was and torch.equal(x, value)
+        assert x.data_ptr() % 64 == 0 or x.numel() == 0
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for name, x in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(x, weights[name][1])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.embed.weight.zero_()
+    assert model.embed.weight.any()
+
+
 def test_marks_and_forks_survive_compiled_steps(tokenizer, monkeypatch):
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))
+    run_graphs_eagerly(monkeypatch)
     model = make_model(config=SMALL)
     session = Session(model, tokenizer, compiled=True)
     session.read("abc de ")
