@@ -45,11 +45,14 @@ class Decoder:
 
     def __init__(self, model: LanguageModel, compiled: bool = False) -> None:
         self.model = model
+        self._embed = model.embed
         self.device = model.embed.weight.device
         self.compiled = compiled
         self._graphs: dict[int, _Graph] = {}  # by rows, on a GPU
-        self._steps: dict[int, _Compiled] = {}  # by range of rows, on a CPU
+        self._steps: dict[int, Callable[..., list[Tensor]]] = {}  # by range of rows, on a CPU
         self._weights_at, self._ends = 0, [1]  # where the ranges end
+        self._known: ModelState | None = None  # the last state of a compiled step, found right
+        self._parts: list[Tensor] = []
         self._fingerprint: tuple[list[int], str] | None = None
         if compiled:
             _refuse_growth(model)
@@ -84,26 +87,20 @@ class Decoder:
             return self.model.decode_step(tokens, state)
         if self.device.type == "cuda":
             return self._replay(tokens, state), state
-        step = self._compiled_step(tokens, state)
-        left = states.tensors(state)
-        if not all(x.is_contiguous() for x in left):
-            state = states.map_tensors(state, torch.Tensor.contiguous)
-            left = states.tensors(state)
-        if [(x.shape[1:], x.dtype) for x in left] != step.layout:
-            raise StateError(
-                "state: got tensors of other sizes or dtypes, expected those of this model; fix by "
-                "using the state of this model"
-            )
-        return step.graph(tokens, *left), state
+        graph = self._compiled_step(tokens)
+        if state is not self._known:
+            self._known, self._parts = self._checked(state)
+        if self._parts[0].shape[0] != tokens.shape[0]:
+            check_state(len(self.model.blocks), state, tokens.shape[0])
+        return graph(tokens, *self._parts)[0], self._known
 
-    def _compiled_step(self, tokens: Tensor, state: ModelState) -> _Compiled:
+    def _compiled_step(self, tokens: Tensor) -> Callable[..., list[Tensor]]:
         """The graph for so many rows, compiled if need be."""
-        check_state(len(self.model.blocks), state, len(tokens))
-        weights_at = self.model.embed.weight.data_ptr()
+        weights_at = self._embed.weight.data_ptr()
         if self._weights_at != weights_at:
-            self._weights_at, self._steps = weights_at, {}
+            self._weights_at, self._steps, self._known = weights_at, {}, None
             self._ends = [1, FEW_ROWS] if self.weights == "int8" else [1]
-        number = bisect.bisect_left(self._ends, len(tokens))
+        number = bisect.bisect_left(self._ends, tokens.shape[0])
         if number not in self._steps:
             least, *most = [0, *self._ends][number:][:2]
             try:
@@ -114,6 +111,19 @@ class Decoder:
                     "by installing one or without compile"
                 ) from None
         return self._steps[number]
+
+    def _checked(self, state: ModelState) -> tuple[ModelState, list[Tensor]]:
+        """The state as the graphs take it, who do not look, and its tensors."""
+        check_state(len(self.model.blocks), state, state.position.shape[0])
+        state = states.map_tensors(state, torch.Tensor.contiguous)
+        parts, rows = states.tensors(state), state.position.shape[0]
+        wanted = states.tensors(self.model.init_state(rows))
+        if [(x.shape, x.dtype) for x in parts] != [(x.shape, x.dtype) for x in wanted]:
+            raise StateError(
+                "state: got tensors of other sizes or dtypes, expected those of this model; fix by "
+                "using the state of this model"
+            )
+        return state, parts
 
     def _replay(self, tokens: Tensor, state: ModelState) -> Tensor:
         """A step by the CUDA graph of so many rows; rows of other sessions may go in between."""
@@ -147,18 +157,6 @@ class Decoder:
                 digest.update(flat.view(torch.uint8).numpy())
             self._fingerprint = versions, digest.hexdigest()
         return self._fingerprint[1]
-
-
-class _Compiled(NamedTuple):
-    """A step compiled for a CPU, and what it takes without looking.
-
-    Attributes:
-        graph: (tokens [B], the state's tensors) -> logits [B, V]; the tensors are written over.
-        layout: size without rows, and dtype, of each of the state's tensors.
-    """
-
-    graph: Callable[..., Tensor]
-    layout: list[tuple[torch.Size, torch.dtype]]
 
 
 class _Graph(NamedTuple):
@@ -227,7 +225,7 @@ class _Step(nn.Module):
 
 def _compile(
     model: LanguageModel, tokens: Tensor, least: int, most: int | None = None
-) -> _Compiled:
+) -> Callable[..., list[Tensor]]:
     """Compile the step for ``least`` to ``most`` rows, of which tokens has as many as it likes.
 
     Not by ``torch.compile``: what that checks before each call, hundreds of attributes of modules,
@@ -242,10 +240,12 @@ def _compile(
     step = _Step(model, state)
     exported = torch.export.export(step, (tokens, *left), dynamic_shapes=sizes, strict=False)
     graph = exported.module()
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # tensors in, tensors out: no trees of them
+    graph.recompile()
     fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Sizes are checked by the caller: the graph would check those of all weights at every call.
     run = torch._inductor.compile(graph, fakes, options={"size_asserts": False})
-    return _Compiled(cast(Callable[..., Tensor], run), [(x.shape[1:], x.dtype) for x in left])
+    return cast(Callable[..., list[Tensor]], run)
 
 
 def _capture(model: LanguageModel, tokens: Tensor, state: ModelState) -> _Graph:
