@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.graph import CodeGen
 
 from gla import state as states
 from gla.errors import ConfigError, StateError
@@ -88,11 +89,12 @@ class Decoder:
         if self.device.type == "cuda":
             return self._replay(tokens, state), state
         graph = self._compiled_step(tokens)
-        if state is not self._known:
-            self._known, self._parts = self._checked(state)
-        if self._parts[0].shape[0] != tokens.shape[0]:
+        if state is self._known:
             check_state(len(self.model.blocks), state, tokens.shape[0])
-        return graph(tokens, *self._parts)[0], self._known
+        else:
+            state, self._parts = self._checked(state, tokens.shape[0])
+            self._known = state
+        return graph(tokens, *self._parts)[0], state
 
     def _compiled_step(self, tokens: Tensor) -> Callable[..., list[Tensor]]:
         """The graph for so many rows, compiled if need be."""
@@ -112,11 +114,11 @@ class Decoder:
                 ) from None
         return self._steps[number]
 
-    def _checked(self, state: ModelState) -> tuple[ModelState, list[Tensor]]:
-        """The state as the graphs take it, who do not look, and its tensors."""
-        check_state(len(self.model.blocks), state, state.position.shape[0])
+    def _checked(self, state: ModelState, rows: int) -> tuple[ModelState, list[Tensor]]:
+        """The state as the graphs take it, which do not look, and its tensors."""
+        check_state(len(self.model.blocks), state, rows)
         state = states.map_tensors(state, torch.Tensor.contiguous)
-        parts, rows = states.tensors(state), state.position.shape[0]
+        parts = states.tensors(state)
         wanted = states.tensors(self.model.init_state(rows))
         if [(x.shape, x.dtype) for x in parts] != [(x.shape, x.dtype) for x in wanted]:
             raise StateError(
@@ -240,7 +242,7 @@ def _compile(
     step = _Step(model, state)
     exported = torch.export.export(step, (tokens, *left), dynamic_shapes=sizes, strict=False)
     graph = exported.module()
-    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # tensors in, tensors out: no trees of them
+    graph.graph.set_codegen(CodeGen())  # tensors in, tensors out: no trees of them
     graph.recompile()
     fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Sizes are checked by the caller: the graph would check those of all weights at every call.

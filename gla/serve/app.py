@@ -31,6 +31,7 @@ from gla.serve.protocol import CompletionBody, StateBody
 from gla.serve.scheduler import Job, Scheduler
 from gla.serve.states import StateStore
 
+_HEAD_SECONDS = 30  # a connection whose first request takes longer to arrive is closed
 _BODY_SECONDS = 30  # a body that takes longer to arrive is refused
 _READ_SECONDS = 30  # a client that takes no piece of a stream for longer has left
 _SECURITY_HEADERS = {
@@ -39,6 +40,26 @@ _SECURITY_HEADERS = {
 }
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Runner(web.AppRunner):
+    """Calls ``heed`` with each new connection."""
+
+    def __init__(self, app: web.Application, heed: Callable[[Any], None], **options: Any) -> None:
+        super().__init__(app, **options)
+        self._heed = heed
+
+    @property
+    def server(self) -> Any:
+        """What makes the protocol of a connection, once set up."""
+        connect = super().server
+
+        def connection() -> Any:
+            protocol = connect and connect()
+            self._heed(protocol)
+            return protocol
+
+        return connect and connection
 
 
 class Server:
@@ -63,6 +84,27 @@ class Server:
         self._local = local
         self._scheduler = Scheduler(limits)
         self._posts = 0  # requests whose body is in memory
+        self._silent: dict[Any, asyncio.TimerHandle] = {}  # connections without a request so far
+
+    def runner(self) -> web.AppRunner:
+        """What runs the application. A client that leaves ends its jobs."""
+        return _Runner(
+            self.application(),
+            self.heed,
+            handler_cancellation=True,
+            shutdown_timeout=self._limits.grace + 5,
+            access_log=None,
+        )
+
+    def heed(self, connection: Any) -> None:
+        """Close a new connection that sends no request in time; aiohttp sees to later ones."""
+
+        def close() -> None:
+            del self._silent[connection]
+            connection.force_close()
+
+        loop = asyncio.get_running_loop()
+        self._silent[connection] = loop.call_later(_HEAD_SECONDS, close)
 
     def application(self) -> web.Application:
         """The routes, ready to run; shutting it down saves all states."""
@@ -91,6 +133,8 @@ class Server:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn refusals into JSON; let no page of another site use the browser of our user."""
+        if (timer := self._silent.pop(request.protocol, None)) is not None:
+            timer.cancel()
         try:
             if self._local and not is_local(_hostname(request.host)):
                 raise Refusal(403, f"Host: got {request.host[:100]!r}, expected a local name")

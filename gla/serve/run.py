@@ -43,12 +43,7 @@ async def _serve(
 ) -> None:
     store = StateStore(states, session, limits)
     server = Server(session, name, store, limits, local=is_local(host))
-    runner = web.AppRunner(
-        server.application(),
-        handler_cancellation=True,  # a client that leaves ends its jobs
-        shutdown_timeout=limits.grace + 5,
-        access_log=None,
-    )
+    runner = server.runner()
     await runner.setup()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -102,8 +102,7 @@ def start(session: Session, tmp_path: Path) -> Iterator[Callable[..., Address]]:
         store = StateStore(tmp_path / "states", session, bounds)
 
         async def up() -> web.AppRunner:
-            application = Server(session, "tiny", store, bounds, local=True).application()
-            runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=2)
+            runner = Server(session, "tiny", store, bounds, local=True).runner()
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             return runner
