@@ -127,7 +127,10 @@ def _work(connection: Any, root: str, device: str, threads: int) -> None:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # log.txt of the cell has the notes
     import torch
 
+    from gla.ops.memory import keep_freed_memory
+
     torch.set_num_threads(threads)
+    keep_freed_memory()
     while True:
         try:
             folder = connection.recv_bytes().decode()
