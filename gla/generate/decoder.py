@@ -2,7 +2,8 @@
 
 The eager step is ``LanguageModel.decode_step``. The compiled one computes the same in one graph
 and writes the new state over the old one, so that nothing is allocated for it: on a CPU a graph of
-``torch.compile``, on a GPU a CUDA graph. Which of them runs is the caller's choice, never a guess.
+``torch.export`` that Inductor compiles, on a GPU a CUDA graph. Which of them runs is the caller's
+choice, never a guess.
 
 Sizes: B rows, V vocabulary.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from gla import state as states
 from gla.errors import ConfigError, StateError
 from gla.generate.int8 import FEW_ROWS, Int8Linear
 from gla.layers.linear import Linear, WideModule
+from gla.models.backbone import Block
 from gla.models.inputs import check_state
 from gla.models.language_model import LanguageModel
 from gla.models.weights import gather
@@ -51,9 +53,11 @@ class Decoder:
         self.compiled = compiled
         self._graphs: dict[int, _Graph] = {}  # by rows, on a GPU
         self._steps: dict[int, Callable[..., list[Tensor]]] = {}  # by range of rows, on a CPU
-        self._weights_at, self._ends = 0, [1]  # where the ranges end
-        self._known: ModelState | None = None  # the last state of a compiled step, found right
-        self._parts: list[Tensor] = []
+        self._made_for: object = None  # the weights of these steps
+        self._ends = [1]  # where the ranges of rows end
+        self._layout: list[Any] = []  # of states
+        # The last state of a compiled step, found to be right, and its tensors.
+        self._known: tuple[ModelState | None, list[Tensor]] = None, []
         self._fingerprint: tuple[list[int], str] | None = None
         if compiled:
             _refuse_growth(model)
@@ -65,7 +69,7 @@ class Decoder:
         piece = max(64, PREFILL_TOKENS // max(1, tokens.shape[0]))
         mask = None if mask is None else mask.to(self.device)
         logits, after = self.model.prefill(tokens.to(self.device), state, mask, piece)
-        # A graph is compiled for each layout in memory: let there be one.
+        # A graph takes one layout in memory.
         return logits, states.map_tensors(after, torch.Tensor.contiguous)
 
     @torch.no_grad()
@@ -73,7 +77,7 @@ class Decoder:
         """Read one token a row.
 
         Args:
-            tokens: [B] int64, any device.
+            tokens: [B] integers, any device.
             state: of B rows. It may be overwritten: go on with the one returned.
 
         Returns:
@@ -82,25 +86,28 @@ class Decoder:
         Raises:
             ConfigError: compiling without a C++ compiler.
             StateError: a state of another model or number of sequences.
+            ValueError: tokens of another shape.
         """
-        tokens = tokens.to(self.device)
-        if not self.compiled:
+        if tokens.dim() != 1:
+            raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B]; fix tokens")
+        tokens = tokens.to(self.device, torch.int64).contiguous()
+        if not self.compiled or tokens.shape[0] == 0:
             return self.model.decode_step(tokens, state)
         if self.device.type == "cuda":
             return self._replay(tokens, state), state
         graph = self._compiled_step(tokens)
-        if state is self._known:
-            check_state(len(self.model.blocks), state, tokens.shape[0])
-        else:
-            state, self._parts = self._checked(state, tokens.shape[0])
-            self._known = state
-        return graph(tokens, *self._parts)[0], state
+        known, parts = self._known
+        check_state(len(self.model.blocks), state, tokens.shape[0])
+        if state is not known:
+            state, parts = self._known = self._checked(state)
+        return graph(tokens, *parts)[0], state
 
     def _compiled_step(self, tokens: Tensor) -> Callable[..., list[Tensor]]:
         """The graph for so many rows, compiled if need be."""
-        weights_at = self._embed.weight.data_ptr()
-        if self._weights_at != weights_at:
-            self._weights_at, self._steps, self._known = weights_at, {}, None
+        weights = self._embed.weight.data_ptr(), self._embed.weight.dtype
+        if self._made_for != weights:
+            self._made_for, self._steps, self._known = weights, {}, (None, [])
+            self._layout = _layout(states.tensors(self.model.init_state(1)))
             self._ends = [1, FEW_ROWS] if self.weights == "int8" else [1]
         number = bisect.bisect_left(self._ends, tokens.shape[0])
         if number not in self._steps:
@@ -114,16 +121,15 @@ class Decoder:
                 ) from None
         return self._steps[number]
 
-    def _checked(self, state: ModelState, rows: int) -> tuple[ModelState, list[Tensor]]:
+    def _checked(self, state: ModelState) -> tuple[ModelState, list[Tensor]]:
         """The state as the graphs take it, which do not look, and its tensors."""
-        check_state(len(self.model.blocks), state, rows)
         state = states.map_tensors(state, torch.Tensor.contiguous)
         parts = states.tensors(state)
-        wanted = states.tensors(self.model.init_state(rows))
-        if [(x.shape, x.dtype) for x in parts] != [(x.shape, x.dtype) for x in wanted]:
+        rows = {x.shape[0] for x in parts}
+        if _layout(parts) != self._layout or len(rows) > 1:
             raise StateError(
-                "state: got tensors of other sizes or dtypes, expected those of this model; fix by "
-                "using the state of this model"
+                "state: got tensors of other sizes, dtypes or devices, expected those of this "
+                "model; fix by using the state of this model"
             )
         return state, parts
 
@@ -178,7 +184,7 @@ def narrow(model: LanguageModel, weights: str) -> LanguageModel:
     states stay in fp32 in both. ``gla.models.weights.gather`` says what gathering is.
 
     Args:
-        model: in eval mode; it cannot be trained afterwards.
+        model: in eval mode; with fewer bits it cannot be trained afterwards.
         weights: "fp32" leaves the numbers as they are.
 
     Raises:
@@ -203,6 +209,11 @@ def _step_in_place(model: LanguageModel, tokens: Tensor, state: ModelState) -> T
     for old, new in zip(states.tensors(state), states.tensors(after), strict=True):
         old.copy_(new)
     return logits
+
+
+def _layout(parts: list[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    """What all states of a model share: sizes but for rows, dtypes, devices."""
+    return [(x.shape[1:], x.dtype, x.device) for x in parts]
 
 
 class _Step(nn.Module):
@@ -267,6 +278,12 @@ def _capture(model: LanguageModel, tokens: Tensor, state: ModelState) -> _Graph:
 
 
 def _refuse_growth(model: LanguageModel) -> None:
+    for name, block in zip(model.config.layer_names, model.blocks, strict=True):
+        if not cast(Block, block).mixer.step_is_one_graph:
+            raise ConfigError(
+                f"compile: got the layer {name!r}, whose step depends on its position, expected "
+                "recurrent and window layers; fix by leaving compile out"
+            )
     for name, x in states.named_tensors(model.init_state(1)):
         if 0 in x.shape:
             layer = model.config.layer_names[int(name.split(".")[1])]

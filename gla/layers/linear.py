@@ -20,7 +20,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     The product with one row, of a decoded token on a CPU, is written out: the libraries' own runs
     on one core. A compiled graph makes one loop of sums over products, in any dtype; without, fp32
     weights of middle sizes are multiplied and added up, and large ones, whose products would not
-    stay in the cache, go to the library in a part for each thread.
+    stay in the cache, go to the library in as many parts as there are threads, if O divides so.
     """
     if not is_one_row(x) or x.shape[-1] != weight.shape[-1]:
         return F.linear(x, weight, bias)

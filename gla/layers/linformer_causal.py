@@ -148,6 +148,8 @@ class BlockSlots(WideModule):
 class LinformerCausal(Mixer[LinformerCausalState]):
     """The layer."""
 
+    step_is_one_graph = False  # more is done where a block ends
+
     def __init__(self, d_model: int, config: LinformerCausalConfig) -> None:
         super().__init__()
         self.config = config

@@ -47,9 +47,12 @@ class Mixer(nn.Module, ABC, Generic[State]):
 
     Attributes:
         causal: whether no token reads a later one; of the class, or set by ``__init__``.
+        step_is_one_graph: whether ``step`` does the same at every position, so that it can be
+            compiled as a whole.
     """
 
     causal: bool = True
+    step_is_one_graph: bool = True
 
     @abstractmethod
     def forward(

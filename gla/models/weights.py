@@ -139,8 +139,10 @@ def gather(model: nn.Module) -> None:
     for x in weights:
         starts.append(starts[-1] + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT)
     block = empty((starts[-1],), torch.uint8, torch.device("cpu"))
+    bytes_ = block.numpy()
     for x, start in zip(weights, starts, strict=False):
-        part = block[start : start + x.nbytes].view(x.dtype).view(x.shape)
+        # Through NumPy, so that each is a storage of its own: views of one could not be saved.
+        part = torch.from_numpy(bytes_[start : start + x.nbytes]).view(x.dtype).view(x.shape)
         x.data = part.copy_(x.data)
 
 

@@ -54,7 +54,7 @@ def _one_token(
     S = _initial(q, v, None, None) if state is None else state.contiguous()
     S = _step(S, kw[:, 0], vw[:, 0], None if gate is None else gate[:, 0])
     # A sum of products, and no matmul, which autocast would round.
-    o = torch.linalg.vecdot(qw[:, 0].unsqueeze(-1), S, dim=-2) * scale
+    o = (qw[:, 0].unsqueeze(-1) * S).sum(-2) * scale
     return o.unsqueeze(1).to(v.dtype), S
 
 

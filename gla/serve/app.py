@@ -31,7 +31,7 @@ from gla.serve.protocol import CompletionBody, StateBody
 from gla.serve.scheduler import Job, Scheduler
 from gla.serve.states import StateStore
 
-_HEAD_SECONDS = 30  # a connection whose first request takes longer to arrive is closed
+_HEAD_SECONDS = 30  # a connection that sends no request for longer is closed
 _BODY_SECONDS = 30  # a body that takes longer to arrive is refused
 _READ_SECONDS = 30  # a client that takes no piece of a stream for longer has left
 _SECURITY_HEADERS = {
@@ -92,12 +92,13 @@ class Server:
             self.application(),
             self.heed,
             handler_cancellation=True,
+            keepalive_timeout=_HEAD_SECONDS,
             shutdown_timeout=self._limits.grace + 5,
             access_log=None,
         )
 
     def heed(self, connection: Any) -> None:
-        """Close a new connection that sends no request in time; aiohttp sees to later ones."""
+        """Close a new connection that sends no request in time; aiohttp does it after the first."""
 
         def close() -> None:
             del self._silent[connection]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from gla import state
 from gla.errors import ConfigError, StateError
@@ -156,9 +157,25 @@ def test_a_graph_serves_any_rows_and_states_and_follows_the_weights(tokenizer, m
         model.norm.weight.mul_(2)  # in place: the graphs read it
         agrees(1)
         assert len(made) == 2
-    narrow(model, "bf16")
-    agrees(1)
-    assert len(made) == 3
+    for weights in ("bf16", "int8"):
+        narrow(model, weights)
+        agrees(1)
+    assert len(made) == 4
+
+
+def test_compiled_steps_take_tokens_as_eager_ones_do(tokenizer, monkeypatch):
+    run_graphs_eagerly(monkeypatch)
+    model = make_model(config=SMALL)
+    plain, compiled = Decoder(model), Decoder(model, compiled=True)
+    text = torch.arange(12).view(3, 4)
+    for tokens in (text[:, 2], text[:, 1].int(), text[:1, 0], text[0, :0]):
+        want, after = plain.step(tokens, model.init_state(len(tokens)))
+        got, ours = compiled.step(tokens, model.init_state(len(tokens)))
+        torch.testing.assert_close(got, want)
+        assert torch.equal(ours.position, after.position)
+    for decoder in (plain, compiled):
+        with pytest.raises(ValueError, match=r"^tokens: got shape \[3, 4\], expected \[B\]"):
+            decoder.step(text, model.init_state(3))
 
 
 def test_int8_graphs_keep_to_the_rows_that_their_product_is_for(tokenizer, monkeypatch):
@@ -173,12 +190,14 @@ def test_int8_graphs_keep_to_the_rows_that_their_product_is_for(tokenizer, monke
     assert len(made) == 3
 
 
-def test_gathered_weights_are_the_same_in_one_block(tmp_path):
-    model = make_model(config=CONFIG)
+@pytest.mark.parametrize("width", ["fp32", "bf16"])
+def test_gathered_weights_are_the_same_in_one_block(tmp_path, width):
+    model = make_model(config=CONFIG).to({"fp32": torch.float32, "bf16": torch.bfloat16}[width])
     weights = {name: (x, x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
     gather(model)
-    places = {x.untyped_storage().data_ptr() for x in model.state_dict().values() if x.numel()}
-    assert len(places) == 1
+    ranges = sorted((x.data_ptr(), x.nbytes) for x in model.state_dict().values() if x.numel())
+    for (start, size), (following, _) in itertools.pairwise(ranges):
+        assert 0 <= following - start - size < 64  # one after the other, at lines of the cache
     for name, x in model.state_dict(keep_vars=True).items():
         was, value = weights[name]
         assert x is was and torch.equal(x, value)
@@ -186,6 +205,8 @@ def test_gathered_weights_are_the_same_in_one_block(tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     for name, x in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(x, weights[name][1])
+    save_model(model, str(tmp_path / "whole.safetensors"))
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in model.state_dict().values())
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.embed.weight.zero_()
@@ -229,6 +250,12 @@ def test_the_compiler_of_the_cpu_gives_the_same(tokenizer, weights):
 def test_a_state_that_grows_is_not_compiled(tokenizer):
     with pytest.raises(ConfigError, match=r"^compile: got the layer 'softmax', whose state grows"):
         Session(make_model(), tokenizer, compiled=True)
+
+
+def test_a_step_that_depends_on_its_position_is_not_compiled():
+    config = SMALL.replace('"near"', '"near", "linformer_causal"')
+    with pytest.raises(ConfigError, match=r"^compile: got the layer 'linformer_causal', whose"):
+        Decoder(make_model(config=config), compiled=True)
 
 
 def test_unknown_weights_are_refused():

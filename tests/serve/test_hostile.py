@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import threading
@@ -73,19 +72,20 @@ def test_bodies_that_do_not_arrive_are_bounded_in_number(start):
     until(lambda: server.ask("POST", "/v1/completions", {"max_tokens": 0})[0] == 200)
 
 
-def test_a_request_that_does_not_arrive_is_not_waited_for(start, monkeypatch):
+def test_a_request_that_does_not_arrive_is_not_waited_for(start, endless, monkeypatch):
     monkeypatch.setattr(app, "_HEAD_SECONDS", 0.5)
-    server = start()
-    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    kept.request("GET", "/health")
-    assert kept.getresponse().read()
-    for start_of_one in (b"", b"GET /health HTTP/1.1\r\nHost: loc"):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
-            slow.sendall(start_of_one)
-            assert slow.recv(1) == b""  # closed
-    kept.request("GET", "/health")  # a connection that has asked before stays
-    assert kept.getresponse().status == 200
-    kept.close()
+    server = start(tokens=1_000_000)
+    asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with send(server, ENDLESS) as working:
+        assert working.recv(100).startswith(b"HTTP/1.1 200")
+        for sent in (b"", asked[:30], asked + asked[:30]):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+                slow.sendall(sent)
+                answer = b""
+                while piece := slow.recv(1000):
+                    answer += piece
+                assert answer.count(b"HTTP/1.1 200") == (len(sent) > len(asked))  # and closed
+        assert load(server) == (1, 0) and working.recv(100)  # asked long ago, and not cut
 
 
 def test_a_client_that_takes_nothing_is_let_go(start, endless, monkeypatch):
