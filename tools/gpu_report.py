@@ -101,7 +101,7 @@ def parity(case: dict[str, Any]) -> dict[str, float]:
     wide = {n: x.detach().double().cpu().requires_grad_() for n, x in leaves.items()}
     cu = None if offsets is None else torch.tensor(offsets, device=DEVICE)
     names = ("q", "k", "v", "g", "S")
-    o, S = chunkwise(*(leaves.get(n) for n in names), cu, 0.3, segment)  # type: ignore[arg-type]
+    o, S, _ = chunkwise(*(leaves.get(n) for n in names), cu, 0.3, segment)  # type: ignore[arg-type]
     expected = recurrence(
         *(wide.get(n) for n in names),  # type: ignore[arg-type]
         scale=0.3,
@@ -130,7 +130,7 @@ def long_parity(T: int, segment: int | None) -> dict[str, float]:
     inputs = make_inputs(1, T, 2, D, D, dtype=torch.bfloat16, state=False, device=DEVICE)
     leaves = [x.requires_grad_() for x in inputs[:4] if x is not None]
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    o, S = chunkwise(*leaves, None, None, 0.125, segment)
+    o, S, _ = chunkwise(*leaves, None, None, 0.125, segment)
     expected = gla.gated_linear_attention(*wide, scale=0.125, impl="torch")
     do, dS = torch.randn_like(o), torch.randn_like(S)
     grads = torch.autograd.grad([o, S], leaves, [do, dS])
@@ -152,8 +152,9 @@ def far_offset() -> dict[str, float]:
     B, T, H, D = (1, 70, 2, 16) if DRY else (1, 65600, 256, 128)
     q, k, v, g = (torch.randn(B, T, H, D, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     g = F.logsigmoid(g) / 16
-    o, S = chunkwise(q, k, v, g, None, None, 0.1)
-    alone, S_alone = chunkwise(*(x[:, :, -1:].contiguous() for x in (q, k, v, g)), None, None, 0.1)
+    o, S, _ = chunkwise(q, k, v, g, None, None, 0.1)
+    last = (x[:, :, -1:].contiguous() for x in (q, k, v, g))
+    alone, S_alone, _ = chunkwise(*last, None, None, 0.1)
     allowed = limit(torch.bfloat16)
     return {"o": error(o[:, :, -1:], alone) / allowed, "S_T": error(S[:, -1:], S_alone) / allowed}
 

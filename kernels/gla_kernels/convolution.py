@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_kernels.support import SHORT
-from gla_kernels.tiles import bounds_of, find_sequence, first_slot
+from gla_kernels.support import SHORT, contiguous, room_for
+from gla_kernels.tiles import find_segment
 
 _TILE = 4096  # elements of a tile
 
@@ -36,10 +36,7 @@ def _convolution_kernel(
 ):  # fmt: skip
     n, token, start, length, c = _place(cu, T, N, S, BC)
     r = tl.arange(0, R)
-    a = tl.zeros([R, BC], tl.float32)
-    for i in tl.static_range(W):
-        u = _inputs(x, state, n, token, start, length, r + (i - W + 1), c, C, W)
-        a += u * _weight(w, i, c, C)
+    a = _sums(x, w, state, n, token, start, length, r, c, C, W)
     at = _tile(y, token + start, r, c, C)
     here = (start + r < length)[:, None] & (c < C)[None, :]
     tl.store(at, (a * tl.sigmoid(a)).to(y.dtype.element_ty), mask=here)
@@ -61,10 +58,7 @@ def _convolution_backward_kernel(
     r = row - (W - 1)
     t = start + r
     channel = (c < C)[None, :]
-    a = tl.zeros([R, BC], tl.float32)
-    for i in tl.static_range(W):
-        u = _inputs(x, state, n, token, start, length, r + (i - W + 1), c, C, W)
-        a += u * _weight(w, i, c, C)
+    a = _sums(x, w, state, n, token, start, length, r, c, C, W)
     here = ((t >= 0) & (t < length))[:, None] & channel
     grad = tl.load(_tile(dy, token + start, r, c, C), mask=here, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(a)
@@ -90,19 +84,27 @@ def _convolution_backward_kernel(
 @triton.jit
 def _place(cu, T, N, S: tl.constexpr, BC: tl.constexpr):
     """Sequence, its first token of all, where in it the program starts, its length; channels."""
-    slot = tl.program_id(0)
-    rows = tl.maximum(T, 1)  # sequences without tokens have a program each, for their states
-    n = find_sequence(cu, slot, rows, N, S, cu is not None)
-    row, first, end = bounds_of(cu, n, T, cu is not None)
-    start = (slot - first_slot(cu, n, rows, S, cu is not None)) * S
+    # Sequences without tokens have a program each, for their states.
+    n, row, j, here, end = find_segment(cu, tl.program_id(0), tl.maximum(T, 1), N, S)
+    first = here - j * S
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    return n.to(tl.int64), row.to(tl.int64) * T + first, start, end - first, c
+    return n.to(tl.int64), row.to(tl.int64) * T + first, j * S, tl.minimum(end - first, T), c
 
 
 @triton.jit
 def _tile(pointer, row, r, c, C):
     """Pointers [len(r), len(c)] to rows ``row + r`` of C channels; far offsets in 64 bits."""
     return pointer + tl.cast(row, tl.int64) * C + (r[:, None] * C + c[None, :])
+
+
+@triton.jit
+def _sums(x, w, state, n, token, start, length, r, c, C, W: tl.constexpr):
+    """a [len(r), len(c)] of the tokens start + r."""
+    a = tl.zeros([r.shape[0], c.shape[0]], tl.float32)
+    for i in tl.static_range(W):
+        u = _inputs(x, state, n, token, start, length, r + (i - W + 1), c, C, W)
+        a += u * _weight(w, i, c, C)
+    return a
 
 
 @triton.jit
@@ -127,14 +129,14 @@ def _inputs(x, state, n, token, start, length, r, c, C, W: tl.constexpr):
     return u.to(tl.float32)
 
 
-def _sizes(x: Tensor, weight: Tensor, cu: Tensor | None, halo: int) -> tuple[Any, int, dict]:
-    """Grid, N and the kernel's sizes; ``halo`` tokens of a tile lie around those of a program."""
+def _sizes(x: Tensor, weight: Tensor, cu: Tensor | None, halo: int) -> tuple[Any, dict[str, int]]:
+    """Grid and the kernel's sizes; ``halo`` tokens of a tile lie around those of a program."""
     (B, T, C), W = x.shape, weight.shape[0]
     N = B if cu is None else cu.shape[0] - 1
     R = max(SHORT if T <= SHORT else 64, triton.next_power_of_2(2 * halo))
     S, BC = R - halo, min(triton.next_power_of_2(C), max(16, _TILE // R))
     slots = N * triton.cdiv(max(T, 1), S) if cu is None else T // S + N
-    return (slots, triton.cdiv(C, BC)), N, {"W": W, "S": S, "R": R, "BC": BC, "num_warps": 8}
+    return (slots, triton.cdiv(C, BC)), dict(T=T, N=N, C=C, W=W, S=S, R=R, BC=BC, num_warps=8)
 
 
 @torch.library.custom_op("gla_kernels::short_convolution", mutates_args=())
@@ -153,12 +155,10 @@ def short_convolution(
         y [B, T, C] in the dtype of x, and the state after the last token, fp32.
     """
     y, final = _empty(x, weight, state, cu_seqlens)
-    grid, N, sizes = _sizes(x, weight, cu_seqlens, 0)
-    x, weight = x.contiguous(), weight.contiguous()
-    state = None if state is None else state.contiguous()
+    grid, sizes = _sizes(x, weight, cu_seqlens, 0)
     if grid[0]:
-        tensors = (x, weight, state, cu_seqlens, y, final)
-        _convolution_kernel[grid](*tensors, x.shape[1], N, x.shape[2], **sizes)
+        tensors = contiguous(x, weight, state, cu_seqlens)
+        _convolution_kernel[grid](*tensors, y, final, **sizes)
     return y, final
 
 
@@ -166,33 +166,29 @@ def short_convolution(
 def _empty(x, weight, state, cu_seqlens):
     N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = x.new_empty(N, weight.shape[0] - 1, x.shape[2], dtype=torch.float32)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), final
+    return *room_for(x), final
 
 
-@torch.library.custom_op("gla_kernels::short_convolution_backward", mutates_args=())
-def _backward(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dy: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "gla_kernels::short_convolution_backward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? state, Tensor? cu_seqlens, Tensor dy, "
+    "Tensor? dfinal) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(x, weight, state, cu_seqlens, dy, dfinal):
     dx, dstate = _empty(x, weight, state, cu_seqlens)
-    grid, N, sizes = _sizes(x, weight, cu_seqlens, 2 * (weight.shape[0] - 1))
+    grid, sizes = _sizes(x, weight, cu_seqlens, 2 * (weight.shape[0] - 1))
     dw = x.new_empty(grid[0], *weight.shape, dtype=torch.float32)
-    x, weight, dy = x.contiguous(), weight.contiguous(), dy.contiguous()
-    state, dfinal = (None if s is None else s.contiguous() for s in (state, dfinal))
     if grid[0]:
-        tensors = (x, weight, state, cu_seqlens, dy, dfinal, dx, dw, dstate)
-        _convolution_backward_kernel[grid](*tensors, x.shape[1], N, x.shape[2], **sizes)
+        tensors = contiguous(x, weight, state, cu_seqlens, dy, dfinal)
+        _convolution_backward_kernel[grid](*tensors, dx, dw, dstate, **sizes)
     return dx, dw.sum(0).to(weight.dtype), dstate
 
 
 @_backward.register_fake
 def _(x, weight, state, cu_seqlens, dy, dfinal):
     dx, dstate = _empty(x, weight, state, cu_seqlens)
-    return dx, torch.empty_like(weight, memory_format=torch.contiguous_format), dstate
+    return dx, *room_for(weight), dstate
 
 
 def _save(ctx, inputs, output):

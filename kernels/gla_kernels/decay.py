@@ -31,8 +31,6 @@ import triton.language as tl
 MILD = tl.constexpr(24.0)
 FLOOR = tl.constexpr(-110.0)
 LOG2E = tl.constexpr(1.4426950408889634)
-# Triton 3.6 cannot scan a tile of one column for Hopper; a wider one takes more registers.
-SCANS_COLUMNS = tl.constexpr(int(tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)))
 # What GATE says: no gate, one a head, one a key channel.
 NO_GATE = tl.constexpr(0)
 HEAD_GATE = tl.constexpr(1)
@@ -59,19 +57,19 @@ def sums(weights, x, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def running_sums(x, C: tl.constexpr, GATE: tl.constexpr, REVERSE: tl.constexpr):
     """Sums of x [C, D] up to each token, or from it on."""
-    if GATE != CHANNEL_GATE and SCANS_COLUMNS == 0:
-        wide = tl.cumsum(tl.broadcast_to(x, [C, 16]), 0, reverse=REVERSE)
-        return tl.max(wide, 1, keep_dims=True)
+    if GATE != CHANNEL_GATE:  # as a vector: Triton 3.6 cannot scan one column for Hopper
+        return tl.cumsum(tl.sum(x, 1), 0, reverse=REVERSE)[:, None]
     return tl.cumsum(x, 0, reverse=REVERSE)
 
 
 @triton.jit
-def level_weights(level, C: tl.constexpr):
-    """[C, C] weights of b_t - b_m (right half of a block of 2h tokens) or b_m - b_t (left half)."""
+def level_decays(g, level, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
+    """exp of b_t - b_m (right half of a block of 2h tokens) or b_m - b_t (left half), [C, D]."""
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
     m = ((t >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    return (((u > m) & (u <= t)) | ((u > t) & (u <= m))).to(tl.int32)
+    weights = (((u > m) & (u <= t)) | ((u > t) & (u <= m))).to(tl.int32)
+    return tl.exp2(sums(weights, g, C, GATE, PARTS) * LOG2E)
 
 
 @triton.jit
@@ -87,17 +85,11 @@ def is_mild(first, second):
 
 
 @triton.jit
-def level_tiles(
-    q, k, g, level, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr
-):
-    """One level: q of right halves and k of left halves, times their decays; and those."""
-    e = tl.exp2(sums(level_weights(level, C), g, C, GATE, PARTS) * LOG2E)
-    right = (((tl.arange(0, C) >> level) & 1) == 1)[:, None]
-    return tl.where(right, q * e, 0.0).to(DOT), tl.where(right, 0.0, k * e).to(DOT), e
+def level_tile(q, k, e, level, C: tl.constexpr):
+    """A level: q of right halves and k of left halves, times decays e; masks of both.
 
-
-@triton.jit
-def same_block(level, C: tl.constexpr):
-    """[C, C] mask of pairs within one block of 2h tokens."""
+    [C, D]; [C, 1] for right halves; [C, C] for pairs of this level.
+    """
     t = tl.arange(0, C)
-    return (t >> (level + 1))[:, None] == (t >> (level + 1))[None, :]
+    right = (((t >> level) & 1) == 1)[:, None]
+    return tl.where(right, q, k) * e, right, ((t[:, None] ^ t[None, :]) >> level) == 1

@@ -17,8 +17,10 @@ The last three are sums of terms that all contain g_u. The first cancels exactly
 rounding, because the products used the very same rounded q~ and k~. All sums are over one chunk, so
 the error does not grow with T.
 
-A program holds channels [BK] of one head and all of V, and reads v and do once where it can. S is
-kept transposed, [V, BK], so that no accumulator has to be transposed for a product.
+A program holds channels [BK] of one head and values [BV], all of them where there is room, and
+reads v and do once where it can. All that it writes is a sum over values: with V / BV programs for
+one place, each writes its part, as if it were a head of its own, and the parts are added up. S is
+kept transposed, [BV, BK], so that no accumulator has to be transposed for a product.
 
 Sizes and slots: see ``tiles``.
 """
@@ -27,31 +29,31 @@ import triton
 import triton.language as tl
 
 from gla_kernels.decay import (
+    CHANNEL_GATE,
     FLOOR,
+    HEAD_GATE,
     LOG2E,
     NO_GATE,
     half_sums,
     is_mild,
-    level_weights,
+    level_decays,
+    level_tile,
     running_sums,
-    sums,
 )
 from gla_kernels.tiles import (
-    bounds_of,
-    find_sequence,
+    find_segment,
     first_slot,
     load_gates,
+    load_state,
     load_tile,
     rows_at,
-    state_at,
-    state_offsets,
     store_tile,
 )
 
 
 @triton.jit
 def score_gradients(
-    v, v_t, do, do_t, v_tile, do_tile, left, levels, V: tl.constexpr,
+    v, v_t, do, do_t, v_tile, do_tile, first_v, left, levels, V: tl.constexpr,
     BV: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """dP [C, C] on and below its diagonal, its transpose above: so the result is symmetric.
@@ -66,12 +68,21 @@ def score_gradients(
     # would repeat what the others do, in registers too.
     blocks = tl.where(levels > 0, BV // VB, 0)
     for block in tl.range(blocks, disable_licm=True):
-        d = block * VB + tl.arange(0, VB)
+        d = first_v + block * VB + tl.arange(0, VB)
         x = do_tile if VB == BV else load_tile(do, do_t, left, d, V, C).to(DOT)
         y = v_tile if VB == BV else load_tile(v, v_t, left, d, V, C).to(DOT)
         dP = tl.dot(x, tl.trans(y), dP, input_precision=IP)
         dPT = tl.dot(y, tl.trans(x), dPT, input_precision=IP)
     return tl.where(t[:, None] >= t[None, :], dP, dPT).to(DOT)
+
+
+@triton.jit
+def factored_gradients(x, y, dP, C: tl.constexpr, DOT: tl.constexpr, IP: tl.constexpr):
+    """Gradients of x and y [C, BK] through the scores x y^T, from the symmetric dP."""
+    t = tl.arange(0, C)
+    lower = tl.where(t[:, None] >= t[None, :], dP, 0.0).to(DOT)
+    upper = tl.where(t[:, None] <= t[None, :], dP, 0.0).to(DOT)
+    return tl.dot(lower, y, input_precision=IP), tl.dot(upper, x, input_precision=IP)
 
 
 @triton.jit
@@ -91,11 +102,9 @@ def exact_gradients(
     for level in tl.range(levels, disable_licm=True):
         e = tl.zeros_like(g)
         if levels > 0:  # always; as above, the compiler must not see one product in the other
-            e = sums(level_weights(level, C), g, C, GATE, PARTS)
-        e = tl.exp2(e * LOG2E)
-        right = (((t >> level) & 1) == 1)[:, None]
-        x = (tl.where(right, q, k) * e).to(DOT)
-        pairs = ((t[:, None] ^ t[None, :]) >> level) == 1
+            e = level_decays(g, level, C, GATE, PARTS)
+        x, right, pairs = level_tile(q, k, e, level, C)
+        x = x.to(DOT)
         dx = tl.dot(tl.where(pairs, dP, 0.0).to(DOT), x, input_precision=IP)
         dq += tl.where(right, dx * e, 0.0)
         dk += tl.where(right, 0.0, dx * e)
@@ -107,69 +116,66 @@ def exact_gradients(
     return dq, dk, through
 
 
+@triton.jit
+def of_gate(x, GATE: tl.constexpr):
+    """The gate's part of x [.., BK]: summed over channels, at once, for a gate a head."""
+    if GATE == HEAD_GATE:  # kept a matrix: a sum of a vector does not compile for sm_100
+        x = tl.sum(x, 1, keep_dims=True)
+    return x
+
+
 @triton.jit(
     do_not_specialize=["scale", "T", "N", "L", "H", "levels", "k_group", "v_group", "g_group"]
 )
 def gradients_kernel(
     q, k, v, g, do,          # [B, T, heads, K], [.., K], [.., V], [.., 1 or K] or None, [.., V]
-    dq, dk, dg,              # [B, T, H, K] contiguous; a gate a head: dg [B, T, H, K / BK]
+    dq, dk, dg,              # contiguous [B, T, H V / BV, K]; dg of a gate a head: [.., K / BK]
     initial,                 # fp32 [N, H, K, V] or None: state before the first segment
     bounds,                  # fp32 [slots, H, K, V] or None: state before every segment
     chunks,                  # [chunk slots, H, K, V]: gradient of the state after every chunk
     cu,                      # [N + 1] or None
-    scale, T, N, L, H,
+    L,
     levels,                  # log2(C); known only at run time, so that no loop is unrolled
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, do_b, do_t, do_h,
+    scale, T, N, H,
     k_group, v_group, g_group,   # heads that share one head of k, v, g
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, do_b, do_t, do_h,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VB: tl.constexpr,
     C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
     DOT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    PACKED: tl.constexpr = cu is not None
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
-    n = find_sequence(cu, slot, T, N, L, PACKED)
-    row, start, end = bounds_of(cu, n, T, PACKED)
-    j = slot - first_slot(cu, n, T, L, PACKED)
-    first = start + j * L
+    n, row, j, first, end = find_segment(cu, slot, T, N, L)
     if first >= end:
         return
     stop = tl.minimum(first + L, end)
 
     d_k = tl.program_id(1) * BK + tl.arange(0, BK)
-    d_v = tl.arange(0, BV)
-    t = tl.arange(0, C)
-    q_rows = rows_at(q, row, first, head, q_b, q_t, q_h)
-    k_rows = rows_at(k, row, first, head // k_group, k_b, k_t, k_h)
+    first_v = tl.program_id(2) * BV
+    d_v = first_v + tl.arange(0, BV)
     v_rows = rows_at(v, row, first, head // v_group, v_b, v_t, v_h)
     do_rows = rows_at(do, row, first, head, do_b, do_t, do_h)
-    wide = T.to(tl.int64) * H
-    dq_rows = rows_at(dq, row, first, head, wide * K, H * K, K)
-    dk_rows = rows_at(dk, row, first, head, wide * K, H * K, K)
     if GATE != NO_GATE:
         # A gate a head: each block of channels writes its own part of the sum.
-        GK: tl.constexpr = K if GATE == 2 else 1
-        GO: tl.constexpr = K if GATE == 2 else (K + BK - 1) // BK
-        d_g = d_k if GATE == 2 else tl.arange(0, 1)
-        d_go = d_k if GATE == 2 else tl.program_id(1) + tl.arange(0, 1)
-        g_rows = rows_at(g, row, first, head // g_group, g_b, g_t, g_h)
-        dg_rows = rows_at(dg, row, first, head, wide * GO, H * GO, GO)
+        GO: tl.constexpr = K if GATE == CHANNEL_GATE else (K + BK - 1) // BK
+        d_go = d_k if GATE == CHANNEL_GATE else tl.program_id(1) + tl.arange(0, 1)
+    outputs = H * tl.num_programs(2)
+    output = head * tl.num_programs(2) + tl.program_id(2)
 
-    cell, cells = state_offsets(d_k, d_v, K, V, True)
-    S = tl.zeros([BV, BK], tl.float32)
     if bounds is not None:
-        S += tl.load(state_at(bounds, slot, head, H, K, V) + cell, mask=cells, other=0.0)
-    elif initial is not None:
-        S += tl.load(state_at(initial, n, head, H, K, V) + cell, mask=cells, other=0.0)
-    chunk_slot = first_slot(cu, n, T, C, PACKED) + j * (L // C)
+        S = load_state(bounds, slot, head, H, d_k[None, :], d_v[:, None], K, V)
+    else:
+        S = load_state(initial, n, head, H, d_k[None, :], d_v[:, None], K, V)
+    chunk_slot = first_slot(cu, n, T, C) + j * (L // C)
 
     for c in tl.range(tl.cdiv(stop - first, C), disable_licm=True):
         token = tl.cast(c * C, tl.int64)
         left = stop - first - c * C
+        place = (row.to(tl.int64) * T + first + c * C) * outputs + output
         v_c = v_rows + token * v_t
         do_c = do_rows + token * do_t
-        q_c = q_rows + token * q_t
-        k_c = k_rows + token * k_t
+        q_c = rows_at(q, row, first + c * C, head, q_b, q_t, q_h)
+        k_c = rows_at(k, row, first + c * C, head // k_group, k_b, k_t, k_h)
         # All that the chunk needs is asked for at once, before anything waits for it. In blocks
         # of values: late, and again, as there are too few registers to hold it.
         do_tile = load_tile(do_c, do_t, left, d_v, V, C).to(DOT) if VB == BV else None
@@ -177,20 +183,17 @@ def gradients_kernel(
         q_read = load_tile(q_c, q_t, left, d_k, K, C)
         k_read = load_tile(k_c, k_t, left, d_k, K, C)
         if GATE != NO_GATE:
-            g_c = g_rows + token * g_t
-            gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
-        at = state_at(chunks, chunk_slot + c, head, H, K, V)
-        dS = tl.load(at + cell, mask=cells, other=0.0) if VB == BV else None
+            g_c = rows_at(g, row, first + c * C, head // g_group, g_b, g_t, g_h)
+            gates = load_gates(g_c, g_t, left, d_k, K, C, GATE, 0)
+        if VB == BV:
+            dS = load_state(chunks, chunk_slot + c, head, H, d_k[None, :], d_v[:, None], K, V)
         dP = score_gradients(
-            v_c, v_t, do_c, do_t, v_tile, do_tile, left, levels, V, BV, VB, C, DOT, IP
+            v_c, v_t, do_c, do_t, v_tile, do_tile, first_v, left, levels, V, BV, VB, C, DOT, IP
         )
         q_tile = q_read.to(tl.float32) * scale
         k_tile = k_read.to(tl.float32)
-        lower = tl.where(t[:, None] >= t[None, :], dP, 0.0).to(DOT)
-        upper = tl.where(t[:, None] <= t[None, :], dP, 0.0).to(DOT)
         if GATE == NO_GATE:
-            dq_tile = tl.dot(lower, k_tile.to(DOT), input_precision=IP)
-            dk_tile = tl.dot(upper, q_tile.to(DOT), input_precision=IP)
+            dq_tile, dk_tile = factored_gradients(q_tile.to(DOT), k_tile.to(DOT), dP, C, DOT, IP)
         else:
             first_half, second_half = half_sums(gates, C)
             if is_mild(first_half, second_half):
@@ -200,8 +203,7 @@ def gradients_kernel(
                 x = (q_tile * to_q).to(DOT)
                 to_k = tl.exp2((first_half[None, :] - b) * LOG2E)
                 y = (k_tile * to_k).to(DOT)
-                dq_tile = tl.dot(lower, y, input_precision=IP)
-                dk_tile = tl.dot(upper, x, input_precision=IP)
+                dq_tile, dk_tile = factored_gradients(x, y, dP, C, DOT, IP)
                 through = x.to(tl.float32) * dq_tile - y.to(tl.float32) * dk_tile
                 dq_tile *= to_q
                 dk_tile *= to_k
@@ -210,41 +212,37 @@ def gradients_kernel(
                     q_tile, k_tile, gates, dP, levels, C, GATE, PARTS, DOT, IP
                 )
                 b = running_sums(gates, C, GATE, False)
-                after = load_gates(g_c, g_t, left, d_g, GK, C, 1)
+                after = load_gates(g_c, g_t, left, d_k, K, C, GATE, 1)
                 rest = running_sums(after, C, GATE, True)
         if VB < BV:
             do_tile = load_tile(do_c, do_t, left, d_v, V, C).to(DOT)
         from_S = tl.dot(do_tile, S.to(DOT), input_precision=IP)
         if GATE != NO_GATE:
             from_S *= tl.exp2(b * LOG2E)
-            through += q_tile * from_S
+            through = of_gate(through + q_tile * from_S, GATE)
         dq_tile = (dq_tile + from_S) * scale
-        store_tile(dq_rows + token * (H * K), dq_tile, H * K, left, d_k, K, C)
+        store_tile(dq + place * K, dq_tile, outputs * K, left, d_k, K, C)
 
         if VB < BV:
             v_tile = load_tile(v_c, v_t, left, d_v, V, C).to(DOT)
-            dS = tl.load(at + cell, mask=cells, other=0.0)
+            dS = load_state(chunks, chunk_slot + c, head, H, d_k[None, :], d_v[:, None], K, V)
         from_dS = tl.dot(v_tile, dS, input_precision=IP)
         if GATE != NO_GATE:
             write = tl.exp2(rest * LOG2E)
             from_dS *= write
-            written = k_tile * from_dS
+            written = of_gate(k_tile * from_dS, GATE)
             k_tile *= write
         dk_tile += from_dS
-        store_tile(dk_rows + token * (H * K), dk_tile, H * K, left, d_k, K, C)
+        store_tile(dk + place * K, dk_tile, outputs * K, left, d_k, K, C)
         if GATE != NO_GATE:
             total = tl.exp2((first_half + second_half) * LOG2E)[None, :]
-            passing = tl.sum(S * dS.to(tl.float32), 0, keep_dims=True) * total
+            passing = of_gate(tl.sum(S * dS.to(tl.float32), 0, keep_dims=True) * total, GATE)
             S *= total
         S = tl.dot(tl.trans(v_tile), k_tile.to(DOT), S, input_precision=IP)
         if GATE != NO_GATE:
-            if GATE == 1:  # matrices throughout: a sum of a vector does not compile for sm_100
-                passing = tl.sum(passing, 1, keep_dims=True)
-                through = tl.sum(through, 1, keep_dims=True)
-                written = tl.sum(written, 1, keep_dims=True)
             dg_tile = running_sums(through, C, GATE, True) + passing
             dg_tile += running_sums(written, C, GATE, False) - written
             # A gate at the floor is a reset: nothing passes it.
-            gates = load_gates(g_c, g_t, left, d_g, GK, C, 0)
+            gates = load_gates(g_c, g_t, left, d_k, K, C, GATE, 0)
             dg_tile = tl.where(gates > FLOOR, dg_tile, 0.0)
-            store_tile(dg_rows + token * (H * GO), dg_tile, H * GO, left, d_go, GO, C)
+            store_tile(dg + place * GO, dg_tile, outputs * GO, left, d_go, GO, C)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_kernels.support import contiguous, room_for
+
 _TILE = 4096  # elements of a tile
 _PROGRAMS = 1024  # at most, of the backward pass
 
@@ -70,10 +72,12 @@ def _normalized(x, w, at, mask, d, eps, V: tl.constexpr):
     return tile * r, r, tl.load(w + d, mask=d < V, other=0.0).to(tl.float32)[None, :]
 
 
-def _sizes(x: Tensor) -> tuple[int, dict[str, Any]]:
+def _sizes(x: Tensor, eps: float) -> tuple[int, dict[str, Any]]:
+    """Blocks of rows, and what both kernels take beside tensors."""
     V = x.shape[-1]
-    BV = triton.next_power_of_2(V)
-    return x.numel() // V, {"V": V, "BR": max(1, _TILE // BV), "BV": BV, "num_warps": 8}
+    R, BV = x.numel() // V, triton.next_power_of_2(V)
+    BR = max(1, _TILE // BV)
+    return triton.cdiv(R, BR), dict(R=R, eps=eps, V=V, BR=BR, BV=BV, num_warps=8)
 
 
 @torch.library.custom_op("gla_kernels::norm_gate", mutates_args=())
@@ -88,41 +92,34 @@ def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [..., V] in the dtype of x.
     """
-    x, z = x.contiguous(), z.contiguous()
-    y = torch.empty_like(x)
-    R, sizes = _sizes(x)
-    if R:
-        _forward_kernel[(triton.cdiv(R, sizes["BR"]),)](x, z, weight, y, R, eps, **sizes)
+    (y,) = room_for(x)
+    blocks, sizes = _sizes(x, eps)
+    if blocks:
+        _forward_kernel[(blocks,)](*contiguous(x, z, weight), y, **sizes)
     return y
 
 
 @norm_gate.register_fake
 def _(x, z, weight, eps):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return room_for(x)[0]
 
 
 @torch.library.custom_op("gla_kernels::norm_gate_backward", mutates_args=())
 def _backward(
     x: Tensor, z: Tensor, weight: Tensor, eps: float, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, z, dy = x.contiguous(), z.contiguous(), dy.contiguous()
-    dx, dz = torch.empty_like(x), torch.empty_like(z)
-    R, sizes = _sizes(x)
-    programs = min(_PROGRAMS, -(-R // sizes["BR"]))
+    dx, dz = room_for(x, z)
+    blocks, sizes = _sizes(x, eps)
+    programs = min(_PROGRAMS, blocks)
     dw = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    if R:
-        _backward_kernel[(programs,)](x, z, weight, dy, dx, dz, dw, R, eps, **sizes)
+    if blocks:
+        _backward_kernel[(programs,)](*contiguous(x, z, weight, dy), dx, dz, dw, **sizes)
     return dx, dz, dw.sum(0).to(weight.dtype)
 
 
 @_backward.register_fake
 def _(x, z, weight, eps, dy):
-    contiguous = torch.contiguous_format
-    return (
-        torch.empty_like(x, memory_format=contiguous),
-        torch.empty_like(z, memory_format=contiguous),
-        torch.empty_like(weight),
-    )
+    return room_for(x, z, weight)
 
 
 def _save(ctx, inputs, output):

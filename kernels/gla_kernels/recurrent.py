@@ -9,8 +9,8 @@ Sizes: see ``tiles``.
 import triton
 import triton.language as tl
 
-from gla_kernels.decay import LOG2E, NO_GATE
-from gla_kernels.tiles import bounds_of, rows_at, state_at, state_offsets
+from gla_kernels.decay import CHANNEL_GATE, LOG2E, NO_GATE
+from gla_kernels.tiles import bounds_of, load_state, rows_at, store_state
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "k_group", "v_group", "g_group"])
@@ -20,13 +20,13 @@ def recurrent_kernel(
     initial, final,          # fp32 [N, H, K, V]; initial may be None
     cu,                      # [N + 1] or None
     scale, T, N, H,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
     k_group, v_group, g_group,   # heads that share one head of k, v, g
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // H
     head = tl.program_id(0) % H
-    row, start, end = bounds_of(cu, n, T, cu is not None)
+    row, start, end = bounds_of(cu, n, T)
     d_k = tl.arange(0, BK)
     d_v = tl.program_id(1) * BV + tl.arange(0, BV)
     q_row = rows_at(q, row, start, head, q_b, q_t, q_h)
@@ -34,14 +34,11 @@ def recurrent_kernel(
     v_row = rows_at(v, row, start, head // v_group, v_b, v_t, v_h)
     out_row = rows_at(out, row, start, head, T.to(tl.int64) * H * V, H * V, V)
     if GATE != NO_GATE:
-        GK: tl.constexpr = K if GATE == 2 else 1
-        d_g = tl.arange(0, BK if GATE == 2 else 1)
+        GK: tl.constexpr = K if GATE == CHANNEL_GATE else 1
+        d_g = tl.arange(0, BK if GATE == CHANNEL_GATE else 1)
         g_row = rows_at(g, row, start, head // g_group, g_b, g_t, g_h)
 
-    cell, cells = state_offsets(d_k, d_v, K, V, False)
-    S = tl.zeros([BK, BV], tl.float32)
-    if initial is not None:
-        S += tl.load(state_at(initial, n, head, H, K, V) + cell, mask=cells, other=0.0)
+    S = load_state(initial, n, head, H, d_k[:, None], d_v[None, :], K, V)
     for i in range(end - start):
         t = tl.cast(i, tl.int64)
         q_t_ = tl.load(q_row + t * q_t + d_k, mask=d_k < K, other=0.0).to(tl.float32) * scale
@@ -53,4 +50,4 @@ def recurrent_kernel(
         S += k_t_[:, None] * v_t_[None, :]
         o = tl.sum(q_t_[:, None] * S, 0)
         tl.store(out_row + t * (H * V) + d_v, o.to(out.dtype.element_ty), mask=d_v < V)
-    tl.store(state_at(final, n, head, H, K, V) + cell, S, mask=cells)
+    store_state(final, S, n, head, H, d_k[:, None], d_v[None, :], K, V)

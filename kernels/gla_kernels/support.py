@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,15 +49,17 @@ class Config:
     Attributes:
         C: tokens of a chunk.
         BK: K as a power of two, the rows of a sweep's state.
+        KS: those of a part of it.
         BV: value channels of a sweep's program.
         grad_BK: key channels of a program of the gradients.
-        grad_BV: V as a power of two.
+        grad_BV: its value channels; fewer than V, and programs write sums to be added up.
         grad_VB: value channels of a block; fewer than grad_BV, and values are read twice.
         stages: of the pipeline that loads a sweep's tiles ahead; 1 is none.
     """
 
     C: int
     BK: int
+    KS: int
     BV: int
     grad_BK: int
     grad_BV: int
@@ -104,26 +107,30 @@ def _power_of_two(n: int) -> int:
 
 
 @functools.cache
-def config_for(device: Device, K: int, V: int, wide: bool, gated: bool) -> Config:
-    """The configuration of a call; ``wide``: products in fp32; ``gated``: there is a gate.
+def config_for(device: Device, K: int, V: int, dtype: torch.dtype, gated: bool) -> Config:
+    """The configuration of a call; ``dtype``: the widest of q and v; ``gated``: there is a gate.
 
-    Chunks of 64 tokens suit Hopper's matrix units, and halve the states that go through
-    memory; fp32, large heads and GPUs with little shared memory get shorter ones. Widths of the
-    programs are the largest at which bf16 heads of 64 and 128 spill no registers.
+    Chunks of 64 tokens suit Hopper's matrix units, and halve the states that go through memory;
+    large heads and GPUs with little shared memory get shorter ones, and so does fp32, whose
+    products hold each operand three times. Widths of the programs are the largest at which heads
+    of 64 and 128 spill no registers. fp16 is multiplied as bf16: its tiles go through registers.
     """
     BK, BV = _power_of_two(K), _power_of_two(V)
-    hopper = device.capability in ((9, 0), (10, 0), (10, 3)) and not wide
-    small = not hopper or max(BK, BV) > 128
+    wide = dtype == torch.float32
+    small = device.capability not in ((9, 0), (10, 0), (10, 3)) or max(BK, BV) > 128
     roomy = device.capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3))
-    narrow = BV > 128 or (gated and (wide or not roomy))
+    narrow = BV > 128 or wide or dtype == torch.float16 or (gated and not roomy)
+    grad_BV = min(BV, 64) if wide else BV
+    halves = small or wide or dtype == torch.float16
     return Config(
-        C=32 if small else 64,
+        C=16 if wide else 32 if small else 64,
         BK=BK,
-        BV=min(BV, max(32, 4096 // BK) if small else 128),
+        KS=min(BK, 32 if wide and BK > 64 else 64),
+        BV=min(BV, max(16, 2048 // BK) if wide else max(32, 4096 // BK) if small else 128),
         grad_BK=min(BK, 16 if narrow else 32),
-        grad_BV=BV,
-        grad_VB=max(32, BV // 2) if small and BV > 32 else BV,
-        stages=3 if device.capability == (9, 0) and not small else 2,
+        grad_BV=grad_BV,
+        grad_VB=max(32, grad_BV // 2) if halves and grad_BV > 32 else grad_BV,
+        stages=3 if device.capability == (9, 0) and not small and not wide else 2,
     )
 
 
@@ -138,3 +145,12 @@ def segment_length(device: Device, config: Config, B: int, T: int, H: int, V: in
         return whole
     wanted = -(-device.processors // programs)
     return max(256, -(-T // (wanted * config.C)) * config.C)
+
+
+def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def room_for(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous tensors of the same shapes and dtypes, not initialized."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)

@@ -8,19 +8,20 @@ Storage for one state a segment (or a chunk) is indexed by slots, in order of th
 documents need no table for that: document n starts at slot cu[n] // L + n, which leaves room for
 all of its segments and grows with n, so that a program finds its document by bisection.
 
-Sizes: B rows, T tokens, H heads, K key dimension, V value dimension, N sequences.
+Sizes: B rows, T tokens, H heads, K key dimension, V value dimension, N sequences. cu: the offsets
+[N + 1] of packed documents, or None.
 """
 
 import triton
 import triton.language as tl
 
-from gla_kernels.decay import FLOOR
+from gla_kernels.decay import CHANNEL_GATE, FLOOR
 
 
 @triton.jit
-def first_slot(cu, n, T, L, PACKED: tl.constexpr):
+def first_slot(cu, n, T, L):
     """Slot of the first segment (of L tokens) of sequence n."""
-    if PACKED:
+    if cu is not None:
         slot = tl.load(cu + n).to(tl.int32) // L + n
     else:
         slot = n * tl.cdiv(T, L)
@@ -28,25 +29,9 @@ def first_slot(cu, n, T, L, PACKED: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(cu, slot, T, N, L, PACKED: tl.constexpr):
-    """The sequence that a segment slot belongs to."""
-    if PACKED:
-        low = slot * 0
-        high = low + N - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            inside = first_slot(cu, middle, T, L, PACKED) <= slot
-            low = tl.where(inside, middle, low)
-            high = tl.where(inside, high, middle - 1)
-    else:
-        low = slot // tl.cdiv(T, L)
-    return low
-
-
-@triton.jit
-def bounds_of(cu, n, T, PACKED: tl.constexpr):
+def bounds_of(cu, n, T):
     """(row, first token, end token) of sequence n within its row."""
-    if PACKED:
+    if cu is not None:
         row = n * 0
         start = tl.load(cu + n).to(tl.int32)
         end = tl.load(cu + n + 1).to(tl.int32)
@@ -55,6 +40,25 @@ def bounds_of(cu, n, T, PACKED: tl.constexpr):
         start = n * 0
         end = start + T
     return row, start, end
+
+
+@triton.jit
+def find_segment(cu, slot, T, N, L):
+    """What lies in a slot: (sequence, its row, number of the segment, its first token, end token
+    of the sequence). Slots that no segment has give a first token that is not before the end."""
+    if cu is not None:
+        n = slot * 0
+        high = n + N - 1
+        while n < high:
+            middle = (n + high + 1) // 2
+            inside = first_slot(cu, middle, T, L) <= slot
+            n = tl.where(inside, middle, n)
+            high = tl.where(inside, high, middle - 1)
+    else:
+        n = slot // tl.cdiv(T, L)
+    row, start, end = bounds_of(cu, n, T)
+    j = slot - first_slot(cu, n, T, L)
+    return n, row, j, start + j * L, end
 
 
 @triton.jit
@@ -73,11 +77,19 @@ def load_tile(pointer, stride, left, d, D: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_gates(pointer, stride, left, d, D: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr):
-    """Tile of floored gates [C, len(d)] fp32, SHIFT tokens further on; 0 past the chunk."""
+def load_gates(
+    pointer, stride, left, d, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Floored gates of the key channels d, SHIFT tokens further on; 0 past the chunk.
+
+    [C, len(d)] fp32; a gate a head: [C, 1].
+    """
     t = tl.arange(0, C)
-    mask = (t + SHIFT < tl.minimum(left, C))[:, None] & (d < D)[None, :]
-    g = tl.load(pointer + (t + SHIFT)[:, None] * stride + d[None, :], mask=mask, other=0.0)
+    D: tl.constexpr = K if GATE == CHANNEL_GATE else 1
+    d_g = d if GATE == CHANNEL_GATE else tl.arange(0, 1)
+    mask = (t + SHIFT < tl.minimum(left, C))[:, None] & (d_g < D)[None, :]
+    g = tl.load(pointer + (t + SHIFT)[:, None] * stride + d_g[None, :], mask=mask, other=0.0)
     return tl.maximum(g.to(tl.float32), FLOOR)
 
 
@@ -92,32 +104,28 @@ def store_tile(pointer, tile, stride, left, d, D: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
-def state_at(pointer, slot, head, H, K: tl.constexpr, V: tl.constexpr):
-    """Pointer to the [K, V] state of a head in [slots, H, K, V]; offsets in 64 bits."""
-    return pointer + (slot.to(tl.int64) * H + head) * (K * V)
+def state_cells(pointer, slot, head, H, k, v, K: tl.constexpr, V: tl.constexpr):
+    """Pointers to a block of a state in [slots, H, K, V], and their mask; offsets in 64 bits.
+
+    Channels k [n, 1] and v [1, m]; or k [1, n] and v [m, 1], for the block's transpose.
+    """
+    pointer += (slot.to(tl.int64) * H + head) * (K * V)
+    return pointer + (k * V + v), (k < K) & (v < V)
 
 
 @triton.jit
-def state_offsets(k, v, K: tl.constexpr, V: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Offsets and mask of a block of a [K, V] state, as [len(k), len(v)] or its transpose."""
-    if TRANSPOSED:
-        offsets = k[None, :] * V + v[:, None]
-        mask = (k < K)[None, :] & (v < V)[:, None]
+def load_state(pointer, slot, head, H, k, v, K: tl.constexpr, V: tl.constexpr):
+    """A block of a state; zero outside, and everywhere where there is none (None)."""
+    if pointer is not None:
+        cells, mask = state_cells(pointer, slot, head, H, k, v, K, V)
+        S = tl.load(cells, mask=mask, other=0.0)
     else:
-        offsets = k[:, None] * V + v[None, :]
-        mask = (k < K)[:, None] & (v < V)[None, :]
-    return offsets, mask
+        S = tl.zeros((k + v).shape, tl.float32)
+    return S
 
 
 @triton.jit
-def load_state(pointer, k, v, K: tl.constexpr, V: tl.constexpr):
-    """Block [len(k), len(v)] of the state at ``pointer``; zero outside."""
-    offsets, mask = state_offsets(k, v, K, V, False)
-    return tl.load(pointer + offsets, mask=mask, other=0.0)
-
-
-@triton.jit
-def store_state(pointer, S, k, v, K: tl.constexpr, V: tl.constexpr):
+def store_state(pointer, S, slot, head, H, k, v, K: tl.constexpr, V: tl.constexpr):
     """Write what ``load_state`` reads, in the dtype of the pointer."""
-    offsets, mask = state_offsets(k, v, K, V, False)
-    tl.store(pointer + offsets, S.to(pointer.dtype.element_ty), mask=mask)
+    cells, mask = state_cells(pointer, slot, head, H, k, v, K, V)
+    tl.store(cells, S.to(pointer.dtype.element_ty), mask=mask)

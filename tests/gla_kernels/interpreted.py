@@ -173,7 +173,8 @@ def run(
     scale = 0.3
 
     q, k, v = (arguments.pop(n) for n in "qkv")
-    o, S = chunkwise(q, k, v, arguments.get("log_decay"), arguments.get("S"), cu, scale, segment)
+    gate, start = arguments.get("log_decay"), arguments.get("S")
+    o, S, _ = chunkwise(q, k, v, gate, start, cu, scale, segment)
     expected = recurrence(
         wide["q"],
         wide["k"],

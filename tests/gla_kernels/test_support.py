@@ -61,11 +61,12 @@ def test_the_cpu_is_taken_by_the_interpreter_only(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("K", [1, 16, 48, 64, 100, 128, 200, 256])
 @pytest.mark.parametrize("V", [1, 64, 129, 256])
 def test_tiles_cover_every_size(device: Device, K: int, V: int) -> None:
-    for wide, gated in itertools.product((False, True), repeat=2):
-        config = config_for(device, K, V, wide, gated)
+    for dtype, gated in itertools.product(support.DTYPES, (False, True)):
+        config = config_for(device, K, V, dtype, gated)
         assert config.BK >= K
-        assert config.grad_BV >= V
-        for block in (config.C, config.BK, config.BV, config.grad_BK, config.grad_BV):
+        assert config.grad_BV >= V or dtype == torch.float32
+        assert config.BK % config.KS == 0
+        for block in (config.C, config.BV, config.KS, config.grad_BK, config.grad_VB):
             assert block >= 16
             assert block & (block - 1) == 0
 
@@ -83,7 +84,7 @@ def test_tiles_cover_every_size(device: Device, K: int, V: int) -> None:
 def test_sequences_are_cut_only_where_heads_leave_the_gpu_idle(
     B: int, T: int, H: int, cut: bool
 ) -> None:
-    config = config_for(H100, 64, 64, False, True)
+    config = config_for(H100, 64, 64, BF16, True)
     L = segment_length(H100, config, B, T, H, 64)
     assert L % config.C == 0
     assert (L < T) == cut
