@@ -129,7 +129,7 @@ def _inputs(x, state, n, token, start, length, r, c, C, W: tl.constexpr):
     return u.to(tl.float32)
 
 
-def _sizes(x: Tensor, weight: Tensor, cu: Tensor | None, halo: int) -> tuple[Any, dict[str, int]]:
+def _sizes(x: Tensor, weight: Tensor, cu: Tensor | None, halo: int) -> tuple[Any, dict[str, Any]]:
     """Grid and the kernel's sizes; ``halo`` tokens of a tile lie around those of a program."""
     (B, T, C), W = x.shape, weight.shape[0]
     N = B if cu is None else cu.shape[0] - 1

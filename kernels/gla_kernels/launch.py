@@ -48,7 +48,8 @@ class Call:
         self.V = v.shape[-1]
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.scale, self.cu, self.log_decay = scale, cu_seqlens, log_decay
-        device, dtype = device_of(q.device), torch.promote_types(q.dtype, v.dtype)
+        device = device_of(q.device)
+        dtype = q.dtype if q.dtype == v.dtype else torch.float32
         self.config = config_for(device, self.K, self.V, dtype, log_decay is not None)
         C = self.config.C
         self.L = segment or segment_length(device, self.config, self.B, self.T, self.H, self.V)
@@ -163,7 +164,7 @@ def backward(
     grad_initial = call.new_state(call.N)
     chunks = call.new_state(call.slots(config.C), call.product)
     call.sweep(do, True, dv, grad_final, grad_initial, after, None, chunks)
-    blocks = triton.cdiv(call.K, config.grad_BK), triton.cdiv(call.V, config.grad_BV)
+    blocks = -(-call.K // config.grad_BK), -(-call.V // config.grad_BV)
     heads = call.H * blocks[1]
     dq, dk = (_parts(x, call, heads, call.K) for x in (call.q, call.k))
     dg, gate = None, call.log_decay

@@ -72,12 +72,12 @@ def _normalized(x, w, at, mask, d, eps, V: tl.constexpr):
     return tile * r, r, tl.load(w + d, mask=d < V, other=0.0).to(tl.float32)[None, :]
 
 
-def _sizes(x: Tensor, eps: float) -> tuple[int, dict[str, Any]]:
+def _sizes(x: Tensor, eps: float) -> tuple[Any, dict[str, Any]]:
     """Blocks of rows, and what both kernels take beside tensors."""
     V = x.shape[-1]
     R, BV = x.numel() // V, triton.next_power_of_2(V)
     BR = max(1, _TILE // BV)
-    return triton.cdiv(R, BR), dict(R=R, eps=eps, V=V, BR=BR, BV=BV, num_warps=8)
+    return -(-R // BR), dict(R=R, eps=eps, V=V, BR=BR, BV=BV, num_warps=8)
 
 
 @torch.library.custom_op("gla_kernels::norm_gate", mutates_args=())

@@ -108,7 +108,7 @@ def _power_of_two(n: int) -> int:
 
 @functools.cache
 def config_for(device: Device, K: int, V: int, dtype: torch.dtype, gated: bool) -> Config:
-    """The configuration of a call; ``dtype``: the widest of q and v; ``gated``: there is a gate.
+    """The configuration of a call; ``dtype``: of q and v, or fp32; ``gated``: there is a gate.
 
     Chunks of 64 tokens suit Hopper's matrix units, and halve the states that go through memory;
     large heads and GPUs with little shared memory get shorter ones, and so does fp32, whose

@@ -118,12 +118,14 @@ def through_state(
     if GATE == NO_GATE:
         b = 0.0
         rest = 0.0
+        all_ = 0.0
     else:
         gates = load_gates(g, g_t, left, d, K, C, GATE, 0)
         first, second = half_sums(gates, C)
         b = running_sums(gates, C, GATE, False)
+        all_ = first + second
         if is_mild(first, second):
-            rest = (first + second)[None, :] - b
+            rest = all_[None, :] - b
         else:
             rest = running_sums(load_gates(g, g_t, left, d, K, C, GATE, 1), C, GATE, True)
     if REVERSE:
@@ -136,7 +138,7 @@ def through_state(
         a = load_scaled(reads, left, d, K, C, GATE).to(DOT)
         o = tl.dot(a, S.to(DOT), o, input_precision=IP)
     if GATE != NO_GATE:
-        total = tl.exp2((first + second) * LOG2E)
+        total = tl.exp2(all_ * LOG2E)
         S *= total[:, None]
         lasting *= total
     a = load_scaled(writes, left, d, K, C, GATE).to(DOT)
