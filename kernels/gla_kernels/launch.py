@@ -59,7 +59,9 @@ class Call:
         wide = dtype == torch.float32
         self.product = torch.float32 if wide else torch.bfloat16
         exact_gates = self.g is not None and self.g.dtype == torch.bfloat16
-        self.sizes = dict(K=self.K, V=self.V, GATE=self.gate)
+        self.sizes: dict[str, int] = dict(K=self.K, V=self.V, GATE=self.gate)
+        if device.is_nvidia:  # or some spill a few bytes so that one more program fits
+            self.sizes |= dict(maxnreg=255)
         self.products = dict(
             self.sizes,
             C=C,
@@ -67,8 +69,6 @@ class Call:
             DOT=triton.language.float32 if wide else triton.language.bfloat16,
             IP="tf32x3" if device.is_nvidia else "ieee",
         )
-        if device.is_nvidia:  # or some spill a few bytes so that one more program fits
-            self.products |= dict(maxnreg=255)
 
     def slots(self, tokens: int) -> int:
         """Room for one entry every ``tokens`` tokens of every sequence; see ``tiles``."""

@@ -125,7 +125,7 @@ def config_for(device: Device, K: int, V: int, dtype: torch.dtype, gated: bool) 
     return Config(
         C=16 if wide else 32 if small else 64,
         BK=BK,
-        KS=min(BK, 32 if wide and BK > 64 else 64),
+        KS=min(BK, 32 if wide and gated and BK > 64 else 64),
         BV=min(BV, max(16, 2048 // BK) if wide else max(32, 4096 // BK) if small else 128),
         grad_BK=min(BK, 16 if narrow else 32),
         grad_BV=grad_BV,

@@ -40,9 +40,6 @@ from gla_kernels.tiles import (
     store_tile,
 )
 
-# Key channels of a block of scores.
-KBLOCK = tl.constexpr(32)
-
 
 @triton.jit
 def scores(
@@ -57,7 +54,8 @@ def scores(
     """
     q, q_t, k, k_t, g, g_t = rows
     t = tl.arange(0, C)
-    KB: tl.constexpr = KBLOCK if BK > KBLOCK else BK
+    most: tl.constexpr = 64 if GATE == NO_GATE else 32
+    KB: tl.constexpr = most if BK > most else BK
     P = tl.zeros([C, C], tl.float32)
     for block in tl.range(BK // KB, disable_licm=True):
         d = block * KB + tl.arange(0, KB)
