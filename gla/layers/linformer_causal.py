@@ -330,15 +330,13 @@ class LinformerCausal(Mixer[LinformerCausalState]):
         mask = torch.cat([reads_slots, (place >= 0) & (pair >= 0)], dim=1).unsqueeze(1)
         slot_k, slot_v = self._means(slots, q.dtype)
         keys, values = recent.k.to(q.dtype), recent.v.to(q.dtype)
-        query = last - (block - 1) * c
-        o = self._softmax(q, keys, values, slot_k, slot_v, query, pair, mask)
+        o = self._softmax(q, keys, values, slot_k, slot_v, last - (block - 1) * c, pair, mask)
         ends = recent.position.remainder(c) == 0
         if bool(ends.any()):  # the block before the finished one leaves the window
             half = (block - 1).remainder(2) * c + torch.arange(c, device=q.device)
             keys, values = (_take(ring, half).unsqueeze(1) for ring in (recent.k, recent.v))
             after = self.slots(slots, keys, values, torch.ones_like(block, dtype=torch.bool))
-            after = Slots(*(x[:, 1] for x in after))
-            slots = _choose(ends & (block[:, 0] >= 1), after, slots)
+            slots = _choose(ends & (block[:, 0] >= 1), Slots(*(x[:, 1] for x in after)), slots)
         return o, slots
 
     def _means(self, slots: Slots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
