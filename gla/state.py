@@ -103,13 +103,7 @@ def nbytes(state: tuple) -> int:
 
 def tensors(state: tuple) -> list[Tensor]:
     """Every tensor of a state, in the order in which ``map_tensors`` meets them."""
-    found: list[Tensor] = []
-    for part in state:
-        if isinstance(part, Tensor):
-            found.append(part)
-        elif part is not None:
-            found += tensors(part)
-    return found
+    return [x for _, x in named_tensors(state)]
 
 
 def named_tensors(state: tuple) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ MAX_LINES = 400
 # Imports point from a higher number to a lower one, or stay within a package.
 TIERS = {
     "errors": 0,
+    "process": 0,
     "storage": 1,
     "tables": 1,
     "state": 2,

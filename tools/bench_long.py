@@ -30,7 +30,7 @@ from gla import state as states
 from gla.generate.decoder import PREFILL_TOKENS, Decoder, narrow
 from gla.models.config import ModelConfig
 from gla.models.language_model import LanguageModel
-from gla.ops.memory import keep_freed_memory
+from gla.process import keep_freed_memory
 from gla.state import ModelState
 
 KINDS = {

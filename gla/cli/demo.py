@@ -45,7 +45,6 @@ def demo(
     from gla.cli.eval import measure
     from gla.cli.sample import sampler
     from gla.compare.references import references
-    from gla.ops.memory import keep_freed_memory
     from gla.train.config import load_recipe
     from gla.train.loop import train
 
@@ -53,7 +52,6 @@ def demo(
     run = run or next_run(Path("runs"))
     overrides = [] if steps is None else [("train.steps", str(steps))]
     config = load_recipe(recipes.find("demo"), overrides)
-    keep_freed_memory()
     train(config, run, device=device, sampler=sampler)
     _note("evaluating the newest checkpoint, and the references on the same text")
     rows = {"gated model": measure(run, device=device)}

@@ -76,7 +76,6 @@ def generate(
     from gla.generate.sampling import Sampling
     from gla.generate.session import Session
     from gla.generate.writer import Request, Writer
-    from gla.ops.memory import keep_freed_memory
     from gla.train.device import resolve_device
 
     if interactive and stdin:
@@ -96,7 +95,6 @@ def generate(
     if prompt_file is not None and not prompt_file.is_file():
         raise ConfigError(f"--prompt-file: got {prompt_file}, no file, expected one; fix the path")
     where = str(resolve_device(device))
-    keep_freed_memory()
     session = Session.open(run, device=where, weights=weights, compiled=compile)
     Writer(request, session.tokenizer)  # refuses what does not fit before a long text is read
     if state_in is not None:

@@ -1,6 +1,6 @@
 """The command ``gla``: finds the sub-command, and turns errors into one line and an exit code.
 
-Imports nothing outside the standard library and ``gla.errors``: help and version answer at once.
+Imports the standard library, and of ours what imports no more: help and version answer at once.
 
 Exit codes: 0 done, 1 unexpected, 2 usage or config, 3 data, 4 checkpoint or state, 5 numerics,
 6 distributed, 130 interrupted (Ctrl-C), 141 the reader of our output went away.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from gla import __version__
 from gla.errors import ConfigError, GlaError
+from gla.process import keep_freed_memory
 
 # name -> what it does; the module gla.cli.<name> has run(argv).
 COMMANDS = {
@@ -94,6 +95,7 @@ def _dispatch(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         wanted = f"{near[0]!r}" if near else f"one of {', '.join(COMMANDS)}"
         raise ConfigError(f"command: got {name!r}, expected {wanted}; fix with gla --help")
+    keep_freed_memory()
     return importlib.import_module(f"gla.cli.{name}").run(rest)
 
 

@@ -35,11 +35,9 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = read_with_overrides(Options, "gla resume", argv)
 
     from gla.cli.sample import sampler
-    from gla.ops.memory import keep_freed_memory
     from gla.train.distributed import is_main
     from gla.train.loop import Allow, resume
 
-    keep_freed_memory()
     result = resume(
         options.run,
         overrides=overrides,

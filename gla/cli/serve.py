@@ -53,7 +53,6 @@ def serve(
         compile: Compile the decode step; the first requests wait for it, half a minute each.
     """
     from gla.generate.session import Session
-    from gla.ops.memory import keep_freed_memory
     from gla.serve.limits import Limits
     from gla.train.device import resolve_device
 
@@ -74,7 +73,6 @@ def serve(
         grace=grace,
     )
     where = str(resolve_device(device))
-    keep_freed_memory()
     session = Session.open(run, device=where, weights=weights, compiled=compile)
     serve_forever(session, run.resolve().name, states or run / "states", limits, host, port)
     return 0

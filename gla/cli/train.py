@@ -45,12 +45,10 @@ def run(argv: Sequence[str]) -> int:
         return 0
 
     from gla.cli.sample import sampler
-    from gla.ops.memory import keep_freed_memory
     from gla.train.distributed import is_main
     from gla.train.loop import train
 
     folder = options.run or Path("runs") / path.stem
-    keep_freed_memory()
     result = train(config, folder, device=options.device, sampler=sampler)
     if is_main():
         generate = f", or gla generate {folder}" if config.objective.kind == "next_token" else ""

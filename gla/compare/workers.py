@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from gla.data.children import exit_with_parent, started_deaf
 from gla.errors import GlaError
+from gla.process import keep_freed_memory
 
 _LEAVE_S = 60  # for a worker that was asked to end: it writes a checkpoint first
 
@@ -119,6 +120,7 @@ class Workers:
 def _work(connection: Any, root: str, device: str, threads: int) -> None:
     """Train the cells whose folders come in, until there are no more."""
     exit_with_parent()
+    keep_freed_memory()
     with contextlib.suppress(OSError, AttributeError):
         # A SIGTERM for the group goes to the parent alone: a second one would end us at once. No
         # setsid: Linux gives each session a share of the CPU, whatever its "nice" says.
@@ -127,10 +129,7 @@ def _work(connection: Any, root: str, device: str, threads: int) -> None:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # log.txt of the cell has the notes
     import torch
 
-    from gla.ops.memory import keep_freed_memory
-
     torch.set_num_threads(threads)
-    keep_freed_memory()
     while True:
         try:
             folder = connection.recv_bytes().decode()

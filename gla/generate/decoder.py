@@ -24,7 +24,7 @@ from gla.errors import ConfigError, StateError
 from gla.generate.int8 import FEW_ROWS, Int8Linear
 from gla.layers.linear import Linear, WideModule
 from gla.models.backbone import Block
-from gla.models.inputs import check_state
+from gla.models.inputs import check_step
 from gla.models.language_model import LanguageModel
 from gla.models.weights import gather
 from gla.state import ModelState
@@ -48,7 +48,6 @@ class Decoder:
 
     def __init__(self, model: LanguageModel, compiled: bool = False) -> None:
         self.model = model
-        self._embed = model.embed
         self.device = model.embed.weight.device
         self.compiled = compiled
         self._graphs: dict[int, _Graph] = {}  # by rows, on a GPU
@@ -88,23 +87,22 @@ class Decoder:
             StateError: a state of another model or number of sequences.
             ValueError: tokens of another shape.
         """
-        if tokens.dim() != 1:
-            raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B]; fix tokens")
         tokens = tokens.to(self.device, torch.int64).contiguous()
         if not self.compiled or tokens.shape[0] == 0:
             return self.model.decode_step(tokens, state)
         if self.device.type == "cuda":
             return self._replay(tokens, state), state
+        check_step(len(self.model.blocks), tokens, state)
         graph = self._compiled_step(tokens)
         known, parts = self._known
-        check_state(len(self.model.blocks), state, tokens.shape[0])
         if state is not known:
             state, parts = self._known = self._checked(state)
         return graph(tokens, *parts)[0], state
 
     def _compiled_step(self, tokens: Tensor) -> Callable[..., list[Tensor]]:
         """The graph for so many rows, compiled if need be."""
-        weights = self._embed.weight.data_ptr(), self._embed.weight.dtype
+        embedding = self.model.embed.weight
+        weights = embedding.data_ptr(), embedding.dtype
         if self._made_for != weights:
             self._made_for, self._steps, self._known = weights, {}, (None, [])
             self._layout = _layout(states.tensors(self.model.init_state(1)))
@@ -239,7 +237,7 @@ class _Step(nn.Module):
 def _compile(
     model: LanguageModel, tokens: Tensor, least: int, most: int | None = None
 ) -> Callable[..., list[Tensor]]:
-    """Compile the step for ``least`` to ``most`` rows, of which tokens has as many as it likes.
+    """Compile the step for ``least`` to ``most`` rows; ``tokens`` has so many, as an example.
 
     Not by ``torch.compile``: what that checks before each call, hundreds of attributes of modules,
     takes as long as a third of the step.

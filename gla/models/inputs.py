@@ -45,6 +45,18 @@ def check_inputs(
         check_state(blocks, state, sequences)
 
 
+def check_step(blocks: int, tokens: Tensor, state: ModelState) -> None:
+    """Check the shapes of a decode step; see ``LanguageModel.decode_step``.
+
+    Raises:
+        ValueError: tokens that do not fit.
+        StateError: a state of another model or number of sequences.
+    """
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B]; fix tokens")
+    check_state(blocks, state, tokens.shape[0])
+
+
 def check_state(blocks: int, state: ModelState, sequences: int) -> None:
     """Check that a state belongs to a model of ``blocks`` blocks and has N = ``sequences`` rows.
 

@@ -22,7 +22,7 @@ from gla.layers.linear_attention import RecurrenceConfig
 from gla.layers.mixer import Mixer
 from gla.models.backbone import Backbone, Block
 from gla.models.config import ModelConfig
-from gla.models.inputs import check_inputs, check_state
+from gla.models.inputs import check_inputs, check_step
 from gla.models.loss import linear_cross_entropy
 from gla.state import ModelState
 
@@ -218,9 +218,7 @@ class LanguageModel(Backbone):
         Returns:
             Logits [B, V] of the token after, and the next state.
         """
-        if tokens.dim() != 1:
-            raise ValueError(f"tokens: got shape {list(tokens.shape)}, expected [B]; fix tokens")
-        check_state(len(self.blocks), state, tokens.shape[0])
+        check_step(len(self.blocks), tokens, state)
         h = self.embed(tokens)
         layers = []
         for block, layer in zip(self.blocks, state.layers, strict=True):

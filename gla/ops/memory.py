@@ -1,6 +1,4 @@
-"""Memory of the chunkwise form, and of a process that reads on and on.
-
-Buffers that stay in cache, large outputs on huge pages, freed blocks that are kept.
+"""Memory of the chunkwise form: buffers that stay in cache, large outputs on huge pages.
 
 The C library maps a block over 32 MB afresh at every call, and smaller ones that were at the top of
 the heap often too; filling an output by 4 KB page faults takes as long as a third of the forward
@@ -45,19 +43,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 def fresh(x: Tensor) -> Tensor:
     """A contiguous copy of x, as compiled graphs take an operator's outputs to be."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep freed blocks up to 32 MB for further use, 1 GB of them (glibc only).
-
-    Left alone, the C library gives some back and asks for them again: resident memory goes up and
-    down by some per cent while nothing grows, and the fresh pages take 2 to 5 % of the time of
-    training. For the commands that own their process.
-    """
-    if sys.platform.startswith("linux") and hasattr(library := ctypes.CDLL(None), "mallopt"):
-        trim_threshold, mmap_threshold = -1, -3  # names of malloc.h
-        library.mallopt(mmap_threshold, 32 << 20)  # the most it takes
-        library.mallopt(trim_threshold, 1 << 30)
 
 
 class Buffers:

@@ -52,10 +52,10 @@ class _Runner(web.AppRunner):
     @property
     def server(self) -> Any:
         """What makes the protocol of a connection, once set up."""
-        connect = super().server
+        connect: Any = super().server
 
         def connection() -> Any:
-            protocol = connect and connect()
+            protocol = connect()
             self._heed(protocol)
             return protocol
 

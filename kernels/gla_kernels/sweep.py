@@ -280,7 +280,7 @@ def scan_kernel(
         if GATE == NO_GATE:
             S += added
         else:
-            GK: tl.constexpr = K if GATE == 2 else 1
-            d_g = e // V if GATE == 2 else e * 0
+            GK: tl.constexpr = K if GATE == CHANNEL_GATE else 1
+            d_g = e // V if GATE == CHANNEL_GATE else e * 0
             lasting = tl.load(decay + place * GK + d_g, mask=more, other=0.0)
             S = S * lasting + added

@@ -171,6 +171,6 @@ def assert_agree(got: Evaluation, want: Evaluation, inputs: Inputs) -> None:
     assert not faults, "; ".join(faults)
 
 
-def check(inputs: Inputs, impl: str, **options: Any) -> None:
+def assert_correct(inputs: Inputs, impl: str, **options: Any) -> None:
     """Hold the op to the oracle; options as those of `evaluate`."""
     assert_agree(evaluate(inputs, impl, **options), expect(inputs, **options), inputs)

@@ -9,7 +9,7 @@ import torch
 
 import gla
 from gla.testing import GATE_LEVELS, GATE_PATTERNS, Inputs, error, limit, make_inputs
-from tests.ops.agreement import IMPLS, check, evaluate, expect, oracle_values
+from tests.ops.agreement import IMPLS, assert_correct, evaluate, expect, oracle_values
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("level", GATE_LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_every_level_per_channel(impl: str, pattern: str, level: float, dtype: torch.dtype) -> None:
-    check(make_inputs(level=level, pattern=pattern, dtype=dtype, tokens=70, heads=2), impl)
+    assert_correct(make_inputs(level=level, pattern=pattern, dtype=dtype, tokens=70, heads=2), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -29,7 +29,7 @@ def test_every_level_per_head(impl: str, level: float, gate: str) -> None:
     pattern = "constant" if gate == "fixed" else "half"
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(gate=gate, level=level, pattern=pattern, dtype=dtype, tokens=37)
-        check(inputs, impl)
+        assert_correct(inputs, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -42,7 +42,7 @@ def test_equal_gates_after_a_spike(impl: str, spike: float, base: float, gate: s
     assert inputs.log_decay is not None
     for every in (32, 64):
         inputs.log_decay[:, every // 2 :: every] = spike
-        check(inputs, impl)
+        assert_correct(inputs, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -53,7 +53,7 @@ def test_half_precision(
     impl: str, level: float, dtype: torch.dtype, gate_dtype: torch.dtype | None
 ) -> None:
     inputs = make_inputs(level=level, pattern="half", dtype=dtype, gate_dtype=gate_dtype, tokens=70)
-    check(inputs, impl)
+    assert_correct(inputs, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -70,8 +70,8 @@ def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, lev
         inputs = make_inputs(
             2, tokens, 2, 32, 32, gate=gate, level=level, dtype=dtype, gate_dtype=torch.float32
         )
-        check(inputs, impl, loss="state")
-        check(inputs, impl, loss="both")
+        assert_correct(inputs, impl, loss="state")
+        assert_correct(inputs, impl, loss="both")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -80,8 +80,8 @@ def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, lev
 def test_gate_gradients_of_two_tokens(impl: str, gate: str, size: int) -> None:
     """A small gradient before a large one: not what is left of a sum that holds both."""
     inputs = make_inputs(1, 2, 2, size, size, gate=gate, level=-8.0)
-    check(inputs, impl, loss="state")
-    check(inputs, impl, loss="both")
+    assert_correct(inputs, impl, loss="state")
+    assert_correct(inputs, impl, loss="both")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -133,7 +133,7 @@ def test_strong_gates_that_need_no_gradient_in_half_precision(impl: str, pattern
 @pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ordinary_gates(impl: str, gate: str, dtype: torch.dtype) -> None:
-    check(make_inputs(gate=gate, dtype=dtype, tokens=150), impl)
+    assert_correct(make_inputs(gate=gate, dtype=dtype, tokens=150), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -147,9 +147,9 @@ def test_gates_at_all_levels_at_once(impl: str, dtype: torch.dtype, heavy: float
     shape = inputs.log_decay.shape
     choice = torch.randint(len(GATE_LEVELS), shape, generator=draws)
     levels = torch.tensor(GATE_LEVELS, dtype=dtype)[choice]
-    check(inputs._replace(log_decay=levels), impl)
+    assert_correct(inputs._replace(log_decay=levels), impl)
     spread = -(torch.randn(shape, generator=draws, dtype=torch.float64) * heavy).exp().to(dtype)
-    check(inputs._replace(log_decay=spread), impl)
+    assert_correct(inputs._replace(log_decay=spread), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -161,7 +161,7 @@ def test_channels_of_very_different_strength(impl: str) -> None:
         gates = inputs.log_decay.clone()
         for channel, level in enumerate(GATE_LEVELS):
             gates[..., channel] = level
-        check(inputs._replace(log_decay=gates), impl)
+        assert_correct(inputs._replace(log_decay=gates), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gla
 from gla.testing import GATE_SHAPES, error, limit, make_inputs
-from tests.ops.agreement import IMPLS, LOSSES, check, named, op_values, oracle_values
+from tests.ops.agreement import IMPLS, LOSSES, assert_correct, named, op_values, oracle_values
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -20,13 +20,13 @@ from tests.ops.agreement import IMPLS, LOSSES, check, named, op_values, oracle_v
 def test_states_in_and_out(impl: str, gate: str, state: bool, loss: str) -> None:
     for dtype, scale in ((torch.float64, None), (torch.float32, 0.37)):
         inputs = make_inputs(2, 37, 2, 8, 6, gate=gate, state=state, dtype=dtype)
-        check(inputs, impl, loss=loss, scale=scale)
+        assert_correct(inputs, impl, loss=loss, scale=scale)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("scale", [0.0, 1.0, -2.5, 17.0])
 def test_scale(impl: str, scale: float) -> None:
-    check(make_inputs(2, 37, 2, 8, 6, dtype=torch.float64), impl, scale=scale)
+    assert_correct(make_inputs(2, 37, 2, 8, 6, dtype=torch.float64), impl, scale=scale)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -47,7 +47,7 @@ def test_gates_of_another_dtype(
     impl: str, gate: str, dtype: torch.dtype, gate_dtype: torch.dtype
 ) -> None:
     """The gate's gradient comes back in the gate's dtype (`check` compares the dtypes)."""
-    check(make_inputs(2, 37, 2, 8, 6, gate=gate, dtype=dtype, gate_dtype=gate_dtype), impl)
+    assert_correct(make_inputs(2, 37, 2, 8, 6, gate=gate, dtype=dtype, gate_dtype=gate_dtype), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -55,7 +55,7 @@ def test_gates_of_another_dtype(
 def test_shared_gates_accumulate_in_wide_precision(impl: str, gate: str) -> None:
     """The gradient of a shared bf16 gate is a sum over many tokens, rounded once at its end."""
     inputs = make_inputs(2, 600, 1, 32, 16, gate=gate, gate_dtype=torch.bfloat16)
-    check(inputs, impl)
+    assert_correct(inputs, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

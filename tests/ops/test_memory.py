@@ -95,7 +95,7 @@ def test_nothing_is_kept_without_gradients(impl: str) -> None:
 def test_freed_blocks_stay_where_that_is_asked_for(kept: bool) -> None:
     code = f"""
 import torch
-from gla.ops.memory import keep_freed_memory
+from gla.process import keep_freed_memory
 if {kept}:
     keep_freed_memory()
 def resident():

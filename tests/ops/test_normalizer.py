@@ -9,7 +9,7 @@ import torch
 
 import gla
 from gla.testing import GATE_LEVELS, GATE_SHAPES, make_inputs
-from tests.ops.agreement import IMPLS, LOSSES, check
+from tests.ops.agreement import IMPLS, LOSSES, assert_correct
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,8 +19,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normalized(impl: str, gate: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(2, 70, 2, 8, 6, gate=gate, positive=True, normalizer=True, dtype=dtype)
-    check(inputs, impl, normalize=True)
-    check(inputs._replace(initial_state=None), impl, normalize=True)
+    assert_correct(inputs, impl, normalize=True)
+    assert_correct(inputs._replace(initial_state=None), impl, normalize=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -29,7 +29,7 @@ def test_normalized_at_every_level(impl: str, level: float) -> None:
     for dtype in (torch.float64, torch.float32):
         options = {"level": level, "pattern": "half", "dtype": dtype}
         inputs = make_inputs(2, 37, 2, 8, 6, positive=True, normalizer=True, **options)
-        check(inputs, impl, normalize=True)
+        assert_correct(inputs, impl, normalize=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -38,7 +38,7 @@ def test_normalized_gradients(impl: str, loss: str) -> None:
     inputs = make_inputs(
         2, 37, 6, 8, 4, kv_heads=2, positive=True, normalizer=True, dtype=torch.float64
     )
-    check(inputs, impl, normalize=True, loss=loss)
+    assert_correct(inputs, impl, normalize=True, loss=loss)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -46,7 +46,7 @@ def test_normalized_pack(impl: str) -> None:
     inputs = make_inputs(
         1, 40, 2, 8, 6, sequences=4, positive=True, normalizer=True, dtype=torch.float64
     )
-    check(inputs, impl, normalize=True, cu_seqlens=torch.tensor([0, 3, 3, 20, 40]))
+    assert_correct(inputs, impl, normalize=True, cu_seqlens=torch.tensor([0, 3, 3, 20, 40]))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -73,9 +73,9 @@ def test_floor(impl: str) -> None:
     """Below 1e-6 the divisor is 1e-6, and no gradient goes through it; negative sums as well."""
     inputs = make_inputs(1, 20, 2, 4, 3, state=False, dtype=torch.float64)
     tiny = inputs._replace(q=inputs.q.abs() * 1e-4, k=inputs.k.abs() * 1e-5)
-    check(tiny, impl, normalize=True)
-    check(tiny._replace(k=-tiny.k), impl, normalize=True)
-    check(tiny._replace(k=torch.zeros_like(tiny.k)), impl, normalize=True)
+    assert_correct(tiny, impl, normalize=True)
+    assert_correct(tiny._replace(k=-tiny.k), impl, normalize=True)
+    assert_correct(tiny._replace(k=torch.zeros_like(tiny.k)), impl, normalize=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -96,7 +96,7 @@ def test_long_sums_of_positive_features(impl: str, dtype: torch.dtype) -> None:
     """The running sum passes 65,504, the largest fp16, and 256, where bf16 stops counting by 1."""
     inputs = make_inputs(1, 1000, 1, 8, 8, gate="none", positive=True, state=False, dtype=dtype)
     large = inputs._replace(k=inputs.k * 100)
-    check(large, impl, normalize=True, loss="o")
+    assert_correct(large, impl, normalize=True, loss="o")
 
 
 # --- causal=False -----------------------------------------------------------------------------
@@ -110,24 +110,26 @@ def test_whole_sequence(normalize: bool, state: bool) -> None:
             2, 37, 6, 8, 4, kv_heads=3, gate="none", positive=normalize,
             normalizer=normalize, state=state, dtype=dtype,
         )  # fmt: skip
-        check(inputs, "auto", causal=False, normalize=normalize)
+        assert_correct(inputs, "auto", causal=False, normalize=normalize)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_whole_sequence_gradients(loss: str) -> None:
     inputs = make_inputs(2, 37, 3, 8, 4, gate="none", dtype=torch.float64)
-    check(inputs, "auto", causal=False, loss=loss, scale=0.3)
+    assert_correct(inputs, "auto", causal=False, loss=loss, scale=0.3)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 65])
 def test_whole_sequence_lengths(tokens: int) -> None:
-    check(make_inputs(2, tokens, 3, 8, 4, gate="none", dtype=torch.float64), "auto", causal=False)
+    assert_correct(
+        make_inputs(2, tokens, 3, 8, 4, gate="none", dtype=torch.float64), "auto", causal=False
+    )
 
 
 def test_whole_documents_of_a_pack() -> None:
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(1, 40, 2, 8, 6, gate="none", sequences=5, dtype=dtype)
-        check(inputs, "auto", causal=False, cu_seqlens=torch.tensor([0, 0, 3, 4, 20, 40]))
+        assert_correct(inputs, "auto", causal=False, cu_seqlens=torch.tensor([0, 0, 3, 4, 20, 40]))
 
 
 def test_permuting_tokens_permutes_the_output() -> None:

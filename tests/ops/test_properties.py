@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gla
 from gla.testing import GATE_LEVELS, GATE_PATTERNS, GATE_SHAPES, Inputs, make_inputs
-from tests.ops.agreement import IMPLS, LOSSES, check, named
+from tests.ops.agreement import IMPLS, LOSSES, assert_correct, named
 
 EVERYDAY = settings(
     max_examples=40,
@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[Inputs, dict[str, Any]]:
 @given(case=cases())
 def test_any_case(impl: str, case: tuple[Inputs, dict[str, Any]]) -> None:
     inputs, options = case
-    check(inputs, impl if options["causal"] else "auto", **options)
+    assert_correct(inputs, impl if options["causal"] else "auto", **options)
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_any_case(impl: str, case: tuple[Inputs, dict[str, Any]]) -> None:
 @given(case=cases())
 def test_many_cases(impl: str, case: tuple[Inputs, dict[str, Any]]) -> None:
     inputs, options = case
-    check(inputs, impl if options["causal"] else "auto", **options)
+    assert_correct(inputs, impl if options["causal"] else "auto", **options)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

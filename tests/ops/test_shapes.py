@@ -16,7 +16,7 @@ from tests.ops.agreement import (
     IMPLS,
     Evaluation,
     assert_agree,
-    check,
+    assert_correct,
     contiguous,
     evaluate,
     expanded,
@@ -38,10 +38,12 @@ KEY_VALUE = (
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_lengths(impl: str, tokens: int) -> None:
     for dtype in (torch.float64, torch.float32):
-        check(make_inputs(2, tokens, 2, 8, 12, level=-20.0, pattern="spikes", dtype=dtype), impl)
+        assert_correct(
+            make_inputs(2, tokens, 2, 8, 12, level=-20.0, pattern="spikes", dtype=dtype), impl
+        )
     if tokens < 1000:
-        check(make_inputs(2, tokens, 2, 8, 12, gate="none", dtype=torch.float64), impl)
-        check(make_inputs(2, tokens, 2, 8, 12, gate="fixed", dtype=torch.float64), impl)
+        assert_correct(make_inputs(2, tokens, 2, 8, 12, gate="none", dtype=torch.float64), impl)
+        assert_correct(make_inputs(2, tokens, 2, 8, 12, gate="fixed", dtype=torch.float64), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -53,9 +55,11 @@ def test_small_in_bf16(impl: str, sizes: tuple[int, int, int]) -> None:
     for seed in range(30):
         for gate in ("head", "channel"):
             options = {"gate": gate, "level": -5.9, "pattern": "half", "seed": seed}
-            check(make_inputs(1, sizes[0], 1, *sizes[1:], dtype=torch.bfloat16, **options), impl)
+            assert_correct(
+                make_inputs(1, sizes[0], 1, *sizes[1:], dtype=torch.bfloat16, **options), impl
+            )
     case = {"gate": "head", "level": -5.9, "state": False, "seed": 363521}
-    check(make_inputs(1, 2, 1, 64, 32, dtype=torch.bfloat16, **case), impl)
+    assert_correct(make_inputs(1, 2, 1, 64, 32, dtype=torch.bfloat16, **case), impl)
 
 
 @functools.lru_cache(maxsize=2)
@@ -99,8 +103,8 @@ def test_large_enough_to_be_cut_up(gate: str, dtype: torch.dtype) -> None:
         for start in range(0, 330, 100):
             inputs.log_decay[:, start : start + 40 : 3] = -20.0
         inputs.log_decay[1, 150] = -math.inf
-    check(inputs, "torch", chunk_size=16)
-    check(inputs._replace(initial_state=None), "torch")
+    assert_correct(inputs, "torch", chunk_size=16)
+    assert_correct(inputs._replace(initial_state=None), "torch")
 
 
 @pytest.mark.parametrize("gate", ["none", "channel"])
@@ -110,8 +114,8 @@ def test_packs_large_enough_to_be_cut_up(gate: str) -> None:
     inputs = make_inputs(
         1, sum(lengths), 4, 4, 512, gate=gate, sequences=len(lengths), dtype=torch.float64
     )
-    check(inputs, "torch", cu_seqlens=offsets, chunk_size=16)
-    check(inputs, "torch", cu_seqlens=offsets)
+    assert_correct(inputs, "torch", cu_seqlens=offsets, chunk_size=16)
+    assert_correct(inputs, "torch", cu_seqlens=offsets)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -120,14 +124,14 @@ def test_widths(impl: str, key_dim: int, value_dim: int) -> None:
     for dtype in (torch.float64, torch.float32):
         level = -6.0 if key_dim < 64 else None
         inputs = make_inputs(1, 19, 1, key_dim, value_dim, level=level, pattern="half", dtype=dtype)
-        check(inputs, impl)
+        assert_correct(inputs, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("heads", [1, 3, 5, 7])
 @pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
 def test_heads(impl: str, heads: int, gate: str) -> None:
-    check(make_inputs(3, 21, heads, 8, 4, gate=gate, dtype=torch.float64), impl)
+    assert_correct(make_inputs(3, 21, heads, 8, 4, gate=gate, dtype=torch.float64), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -135,7 +139,7 @@ def test_heads(impl: str, heads: int, gate: str) -> None:
 @pytest.mark.parametrize("gate", ["fixed", "head", "channel"])
 def test_as_many_heads_as_tokens(impl: str, size: int, gate: str) -> None:
     """Equal sizes hide a swapped layout from the shape checks, not from the values."""
-    check(make_inputs(size, size, size, size, size, gate=gate, dtype=torch.float64), impl)
+    assert_correct(make_inputs(size, size, size, size, size, gate=gate, dtype=torch.float64), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -143,7 +147,7 @@ def test_as_many_heads_as_tokens(impl: str, size: int, gate: str) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
 def test_grouped_heads(impl: str, gate: str, kv_heads: int) -> None:
     for dtype in (torch.float64, torch.float32):
-        check(make_inputs(2, 20, 6, 8, 4, kv_heads=kv_heads, gate=gate, dtype=dtype), impl)
+        assert_correct(make_inputs(2, 20, 6, 8, 4, kv_heads=kv_heads, gate=gate, dtype=dtype), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -151,8 +155,8 @@ def test_grouped_heads(impl: str, gate: str, kv_heads: int) -> None:
 def test_only_the_gate_is_grouped(impl: str, gate: str) -> None:
     shared = make_inputs(2, 20, 6, 8, 4, kv_heads=2, gate=gate, dtype=torch.float64)
     full = make_inputs(2, 20, 6, 8, 4, gate=gate, dtype=torch.float64)
-    check(full._replace(log_decay=shared.log_decay), impl)
-    check(shared._replace(log_decay=full.log_decay), impl)
+    assert_correct(full._replace(log_decay=shared.log_decay), impl)
+    assert_correct(shared._replace(log_decay=full.log_decay), impl)
 
 
 # --- strides ----------------------------------------------------------------------------------
@@ -217,16 +221,16 @@ def _restride(inputs: Inputs, layout: Callable[[Tensor], Tensor]) -> Inputs:
 def test_strides_of_inputs(impl: str, layout: Callable[[Tensor], Tensor], gate: str) -> None:
     for dtype in (torch.float64, torch.float32):
         inputs = _restride(make_inputs(2, 35, 3, 8, 6, gate=gate, dtype=dtype), layout)
-        check(inputs, impl)
+        assert_correct(inputs, impl)
     options = {"normalizer": True, "positive": True, "dtype": torch.float64}
-    check(_restride(make_inputs(2, 20, 3, 8, 6, **options), layout), impl, normalize=True)
+    assert_correct(_restride(make_inputs(2, 20, 3, 8, 6, **options), layout), impl, normalize=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("layout", [contiguous, transposed, expanded])
 def test_strides_of_upstream_gradients(impl: str, layout: Callable[[Tensor], Tensor]) -> None:
     for dtype in (torch.float64, torch.float32):
-        check(make_inputs(2, 35, 3, 8, 6, dtype=dtype), impl, layout=layout)
+        assert_correct(make_inputs(2, 35, 3, 8, 6, dtype=dtype), impl, layout=layout)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -274,7 +278,7 @@ def test_inputs_are_never_written(impl: str, normalize: bool, dtype: torch.dtype
 @pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
 def test_no_tokens(impl: str, normalize: bool, gate: str) -> None:
     inputs = make_inputs(2, 0, 3, 4, 5, gate=gate, normalizer=normalize, dtype=torch.float64)
-    check(inputs, impl, normalize=normalize)
+    assert_correct(inputs, impl, normalize=normalize)
     out = gla.gated_linear_attention(
         *inputs[:4], initial_state=inputs.initial_state, normalize=normalize, impl=impl
     )
@@ -291,7 +295,7 @@ def test_no_tokens(impl: str, normalize: bool, gate: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gate", ["none", "fixed", "head", "channel"])
 def test_no_rows(impl: str, gate: str) -> None:
-    check(make_inputs(0, 20, 3, 4, 5, gate=gate), impl)
+    assert_correct(make_inputs(0, 20, 3, 4, 5, gate=gate), impl)
     out = gla.gated_linear_attention(*make_inputs(0, 20, 3, 4, 5, gate=gate)[:4], impl=impl)
     assert out.o.shape == (0, 20, 3, 5) and out.final_state.S.shape == (0, 3, 4, 5)
 
@@ -300,4 +304,4 @@ def test_no_rows(impl: str, gate: str) -> None:
 def test_any_chunk_size(chunk_size: int) -> None:
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(1, 300, 2, 8, 6, level=-20.0, pattern="spikes", dtype=dtype)
-        check(inputs, "torch", chunk_size=chunk_size)
+        assert_correct(inputs, "torch", chunk_size=chunk_size)

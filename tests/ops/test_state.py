@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gla
 from gla.testing import GATE_SHAPES, Inputs, error, limit, make_inputs
-from tests.ops.agreement import IMPLS, check, named
+from tests.ops.agreement import IMPLS, assert_correct, named
 
 T = 131
 SPLITS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 100, T - 1)
@@ -171,8 +171,8 @@ def _packed(lengths: list[int], gate: str, dtype: torch.dtype, **options) -> tup
 @pytest.mark.parametrize("gate", ["none", "fixed", "channel"])
 def test_packed_equals_the_oracle(impl: str, lengths: list[int], gate: str) -> None:
     inputs, offsets = _packed(lengths, gate, torch.float64)
-    check(inputs, impl, cu_seqlens=offsets)
-    check(inputs._replace(initial_state=None), impl, cu_seqlens=offsets.int())
+    assert_correct(inputs, impl, cu_seqlens=offsets)
+    assert_correct(inputs._replace(initial_state=None), impl, cu_seqlens=offsets.int())
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -210,20 +210,20 @@ def test_packed_equals_separate_calls(
 @pytest.mark.parametrize("level", [-20.0, -math.inf])
 def test_packed_with_strong_gates(impl: str, level: float) -> None:
     inputs, offsets = _packed(PACKS[-1], "channel", torch.float64, level=level, pattern="half")
-    check(inputs, impl, cu_seqlens=offsets)
+    assert_correct(inputs, impl, cu_seqlens=offsets)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_packed_grouped_heads(impl: str) -> None:
     inputs = make_inputs(1, 40, 6, 8, 6, kv_heads=2, sequences=4, dtype=torch.float64)
-    check(inputs, impl, cu_seqlens=torch.tensor([0, 3, 3, 20, 40]))
+    assert_correct(inputs, impl, cu_seqlens=torch.tensor([0, 3, 3, 20, 40]))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_packed_in_half_precision(impl: str, dtype: torch.dtype) -> None:
     inputs, offsets = _packed(PACKS[-1], "channel", dtype)
-    check(inputs, impl, cu_seqlens=offsets)
+    assert_correct(inputs, impl, cu_seqlens=offsets)
 
 
 # --- I5: rows of a batch ----------------------------------------------------------------------
