@@ -260,6 +260,7 @@ def _read_jsonl(file: Path, name: str, field: str) -> Iterator[Document | _Fault
 
 def _read_parquet(file: Path, name: str, field: str) -> Iterator[Document | _Fault]:
     parquet = _import("pyarrow.parquet", f"{file}: a parquet file")
+    arrow = _import("pyarrow.lib", f"{file}: a parquet file")
     try:
         with parquet.ParquetFile(file) as table:
             columns = table.schema_arrow.names
@@ -271,7 +272,7 @@ def _read_parquet(file: Path, name: str, field: str) -> Iterator[Document | _Fau
                     row = {**dict.fromkeys(columns), field: value}
                     yield _row(row, field, f"{file}: row {number}", f"{name}:{number}")
                     number += 1
-    except (OSError, ValueError, NotImplementedError) as reason:  # bases of pyarrow's errors
+    except (OSError, ValueError, arrow.ArrowException) as reason:
         raise DataError(f"{file}: got a file that is no parquet ({_line(reason)})") from reason
 
 
