@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gla.cli.arguments import Run, call, print_json
 from gla.errors import CheckpointError, ConfigError, DataError
@@ -25,6 +26,7 @@ def evaluate(
     allow_tokenizer_change: bool = False,
     allow_nonfinite: bool = False,
     device: str = "auto",
+    impl: str | None = None,
     json: bool = False,
 ) -> int:
     """Measure a run's newest checkpoint that verifies, by what it was trained for.
@@ -44,6 +46,7 @@ def evaluate(
         allow_tokenizer_change: Go on although the tokenizer is not the checkpoint's.
         allow_nonfinite: Load weights that are NaN or infinite.
         device: auto, cpu, cuda, cuda:N or mps.
+        impl: Form of the op in every mixer on it; as trained by default.
         json: Print one JSON object.
     """
     if references and batches:
@@ -57,6 +60,7 @@ def evaluate(
         batches,
         device,
         best=best,
+        impl=impl,
         allow_tokenizer_change=allow_tokenizer_change,
         allow_nonfinite=allow_nonfinite,
     )
@@ -116,6 +120,7 @@ def measure(
     device: str = "auto",
     *,
     best: bool = False,
+    impl: str | None = None,
     allow_tokenizer_change: bool = False,
     allow_nonfinite: bool = False,
 ) -> dict[str, float | int]:
@@ -158,17 +163,18 @@ def measure(
     if not allow_tokenizer_change:
         check_tokenizer(checkpoint, tokenizer.fingerprint)
     precision = resolve_precision(config.train.precision, place)
+    options: dict[str, Any] = {"impl": impl, "allow_nonfinite": allow_nonfinite}
     if config.objective.kind != "next_token":
         from gla.models.encoder import Encoder
         from gla.train.encoder_objective import evaluate_encoder
 
-        encoder = Encoder.load(checkpoint, device=str(place), allow_nonfinite=allow_nonfinite)
+        encoder = Encoder.load(checkpoint, str(place), **options)
         return evaluate_encoder(
             encoder, config, dataset, tokenizer, batches=batches, precision=precision
         )
     seq_len = config.eval.seq_len or config.train.seq_len
     return evaluate(
-        LanguageModel.load(checkpoint, device=str(place), allow_nonfinite=allow_nonfinite),
+        LanguageModel.load(checkpoint, str(place), **options),
         dataset,
         tokenizer.piece_bytes,
         seq_len=seq_len,

@@ -44,6 +44,7 @@ def generate(
     seed: int | None = None,
     device: str = "auto",
     weights: str = "fp32",
+    impl: str | None = None,
     compile: bool = False,
 ) -> int:
     """Continue a prompt with a run's model.
@@ -70,6 +71,7 @@ def generate(
         seed: The same seed gives the same text; by default it differs from call to call.
         device: auto, cpu, cuda, cuda:N or mps.
         weights: fp32, bf16 or int8; fewer bits are faster and less exact.
+        impl: Form of the op in every mixer on it; as trained by default.
         compile: Compile the decode step; it takes half a minute and pays off in long texts.
     """
     from gla.cli.interrupt import interruptible
@@ -95,7 +97,7 @@ def generate(
     if prompt_file is not None and not prompt_file.is_file():
         raise ConfigError(f"--prompt-file: got {prompt_file}, no file, expected one; fix the path")
     where = str(resolve_device(device))
-    session = Session.open(run, device=where, weights=weights, compiled=compile)
+    session = Session.open(run, device=where, weights=weights, impl=impl, compiled=compile)
     Writer(request, session.tokenizer)  # refuses what does not fit before a long text is read
     if state_in is not None:
         session.restore(state_in)

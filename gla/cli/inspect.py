@@ -22,6 +22,7 @@ def inspect(
     tokens: int = 2048,
     out: Path | None = None,
     device: str = "auto",
+    impl: str | None = None,
     json: bool = False,
 ) -> int:
     """Look into the newest checkpoint of a run that verifies, on its validation text.
@@ -37,9 +38,10 @@ def inspect(
         tokens: How many tokens of the validation split to read.
         out: Folder for the tables and plots; RUN/inspect by default.
         device: auto, cpu, cuda, cuda:N or mps.
+        impl: Form of the op in every mixer on it; as trained by default.
         json: Print one JSON object.
     """
-    facts = look_into(run, tokens, device)
+    facts = look_into(run, tokens, device, impl)
     folder = out or run / "inspect"
     drawn = write(folder, facts)
     if json:
@@ -52,7 +54,7 @@ def inspect(
     return 0
 
 
-def look_into(run: Path, tokens: int, device: str) -> dict[str, Any]:
+def look_into(run: Path, tokens: int, device: str, impl: str | None = None) -> dict[str, Any]:
     """Measure all that ``gla.models.diagnose`` knows on the first tokens of the validation split.
 
     Raises:
@@ -78,14 +80,14 @@ def look_into(run: Path, tokens: int, device: str) -> dict[str, Any]:
     checkpoint = find_checkpoint(run)
     val = open_inputs(config.data).val
     if config.objective.kind == "next_token":
-        model: Any = LanguageModel.load(checkpoint, device=str(place))
+        model: Any = LanguageModel.load(checkpoint, device=str(place), impl=impl)
         text = torch.from_numpy(val.ids(0, min(tokens, val.num_tokens)))
         text = text[None].to(place)
         ends = torch.tensor([0, text.shape[1]], device=place)
         growth = diagnose.state_growth(model, text)
         loss = partial(model.loss, text[:, :-1], text[:, 1:])
     else:
-        model, text, ends, loss = load_encoder_batch(config, checkpoint, val, tokens, place)
+        model, text, ends, loss = load_encoder_batch(config, checkpoint, val, tokens, place, impl)
         growth = []
     seen = diagnose.look(model, text, ends)
     return {

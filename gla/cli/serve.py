@@ -29,6 +29,7 @@ def serve(
     grace: int = 10,
     device: str = "auto",
     weights: str = "fp32",
+    impl: str | None = None,
     compile: bool = False,
 ) -> int:
     """Serve a run: an OpenAI-style /v1/completions, named states, and a page to try it at /.
@@ -50,6 +51,7 @@ def serve(
         grace: Seconds that running requests get at the end.
         device: auto, cpu, cuda, cuda:N or mps.
         weights: fp32, bf16 or int8; fewer bits are faster and less exact.
+        impl: Form of the op in every mixer on it; as trained by default.
         compile: Compile the decode step; the first requests wait for it, half a minute each.
     """
     from gla.generate.session import Session
@@ -73,6 +75,6 @@ def serve(
         grace=grace,
     )
     where = str(resolve_device(device))
-    session = Session.open(run, device=where, weights=weights, compiled=compile)
+    session = Session.open(run, device=where, weights=weights, impl=impl, compiled=compile)
     serve_forever(session, run.resolve().name, states or run / "states", limits, host, port)
     return 0

@@ -152,11 +152,12 @@ class Decoder:
         return {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the model's config and every weight; computed again where one changed."""
+        """SHA-256 of the model's architecture and weights; computed again where one changed."""
         weights = self.model.state_dict()
         versions = [n for x in weights.values() for n in (x.data_ptr(), x._version)]
         if self._fingerprint is None or self._fingerprint[0] != versions:
-            digest = hashlib.sha256(self.model.config.model_dump_json().encode())
+            architecture = self.model.config.with_impl("auto").model_dump_json()
+            digest = hashlib.sha256(architecture.encode())
             for name, weight in sorted(weights.items()):
                 digest.update(f"\n{name} {weight.dtype} {list(weight.shape)}\n".encode())
                 flat = weight.detach().cpu().contiguous().reshape(-1)

@@ -122,6 +122,7 @@ class Session:
         device: str | torch.device = "cpu",
         *,
         weights: str = "fp32",
+        impl: str | None = None,
         compiled: bool = False,
     ) -> Session:
         """Start a session with the newest checkpoint of a run that verifies.
@@ -130,6 +131,7 @@ class Session:
             run: a run folder, or a checkpoint folder inside one.
             device: where the model and the state are.
             weights: "fp32", "bf16" or "int8"; fewer bits are faster and less exact.
+            impl: form of the op in every mixer on it; None: as trained.
             compiled: compile the decode step; see ``Decoder``.
 
         Raises:
@@ -138,7 +140,7 @@ class Session:
             ConfigError: the model and the tokenizer do not fit together, or an option is refused.
         """
         folder = Path(run)
-        model = narrow(LanguageModel.load(folder, device=device), weights)
+        model = narrow(LanguageModel.load(folder, device=device, impl=impl), weights)
         if (folder / storage.MANIFEST).exists():
             folder = folder.parent.parent
         return cls(model, Tokenizer.load(folder / "tokenizer"), compiled=compiled)
@@ -296,6 +298,7 @@ class Session:
         device: str | torch.device = "cpu",
         *,
         weights: str = "fp32",
+        impl: str | None = None,
         compiled: bool = False,
     ) -> Session:
         """Go on from a file written by ``save``.
@@ -305,13 +308,13 @@ class Session:
             run: the run, or checkpoint, with which it was written.
             device: where the model and the state are; not necessarily where they were.
             weights: as when it was written.
-            compiled: as for ``open``.
+            impl, compiled: as for ``open``; not necessarily as when it was written.
 
         Raises:
             StateError: the file is missing, cut short or changed, or belongs to another model,
                 checkpoint, tokenizer or width of weights.
         """
-        session = cls.open(run, device, weights=weights, compiled=compiled)
+        session = cls.open(run, device, weights=weights, impl=impl, compiled=compiled)
         session.restore(path)
         return session
 

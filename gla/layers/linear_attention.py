@@ -295,7 +295,8 @@ def check_recurrence(config: RecurrenceConfig, num_features: int, value_dim: int
     try:
         forms.resolve(config.impl, 2, device, dims=(num_features, value_dim))
     except ValueError as reason:
-        raise ConfigError(str(reason)) from None
+        options = "--impl torch; in training --model.mixers.NAME.impl torch"
+        raise ConfigError(f"{reason} ({options})") from None
 
 
 def head_dim(field: str, total: int, num_heads: int) -> int:

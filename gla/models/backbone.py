@@ -106,7 +106,12 @@ class Backbone(nn.Module):
 
     @classmethod
     def load(
-        cls, path: str | Path, device: str | torch.device = "cpu", *, allow_nonfinite: bool = False
+        cls,
+        path: str | Path,
+        device: str | torch.device = "cpu",
+        *,
+        impl: str | None = None,
+        allow_nonfinite: bool = False,
     ) -> Self:
         """Load the newest checkpoint of a run that verifies, or one checkpoint.
 
@@ -115,16 +120,19 @@ class Backbone(nn.Module):
         Args:
             path: a run folder, or a checkpoint folder inside one.
             device: where the model goes.
+            impl: form of the op in every mixer on it; None: as trained.
             allow_nonfinite: load weights that are NaN or infinite.
 
         Raises:
             CheckpointError: none verifies, or it belongs to another model.
-            ConfigError: config.toml of the checkpoint or the run is missing or not valid.
+            ConfigError: config.toml of the checkpoint or the run is missing or not valid, or
+                nothing here runs its ``impl``.
             NumericsError: a weight is NaN or infinite, and that is not allowed.
         """
         checkpoint = find_checkpoint(Path(path))
+        config = cls.config_class.from_toml(recipe_of(checkpoint, encoder=cls.encoder))
         with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
-            model = cls(cls.config_class.from_toml(recipe_of(checkpoint, encoder=cls.encoder)))
+            model = cls(config if impl is None else config.with_impl(impl))
         load_weights(model, checkpoint, allow_nonfinite=allow_nonfinite)
         return model.to(device).eval()
 

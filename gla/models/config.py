@@ -18,6 +18,7 @@ from pydantic import (
 
 import gla.layers  # noqa: F401 - registers the mixers that come with gla
 from gla.errors import ConfigError
+from gla.layers.linear_attention import RecurrenceConfig
 from gla.layers.mixer import mixer_config
 from gla.models.pattern import expand
 from gla.tables import describe_faults, nearest, read_toml
@@ -192,6 +193,19 @@ class ModelConfig(BaseModel):
         if faults:
             raise ConfigError("\n".join(faults))
         return self
+
+    def with_impl(self, impl: str) -> Self:
+        """This model with ``impl`` in every mixer on the op, and chunks of the form's choice.
+
+        How a model is computed is no part of what it is: two are the same architecture where they
+        are equal after ``with_impl("auto")``.
+        """
+        form = {"impl": impl, "chunk_size": None}
+        mixers = {
+            name: mixer.model_copy(update=form) if isinstance(mixer, RecurrenceConfig) else mixer
+            for name, mixer in self.mixers.items()
+        }
+        return self.model_copy(update={"mixers": mixers})
 
     @property
     def layer_names(self) -> list[str]:

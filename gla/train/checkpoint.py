@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -264,15 +264,11 @@ def check_same(
                 f"{section}.{key}: got {now!r}, expected {before!r} as in {folder}; fix the "
                 "option or start a new run"
             )
-    if saved.model != config.model:
-        before, after = saved.model.model_dump(), config.model.model_dump()
-        changed = [
-            f"model.{key}: got {after.get(key)!r}, expected {before[key]!r}"
-            for key in before
-            if before[key] != after.get(key)
-        ]
+    before, after = (c.model.with_impl("auto").model_dump() for c in (saved, config))
+    if changed := _differences(before, after, "model"):
+        more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
         raise CheckpointError(
-            f"{folder}: belongs to another architecture; {'; '.join(changed)}; "
+            f"{folder}: belongs to another architecture; {'; '.join(changed[:_LISTED])}{more}; "
             "fix the recipe or start a new run"
         )
     for name, expected in read_facts(folder).data.items():
@@ -284,6 +280,18 @@ def check_same(
                 "which this run was trained on; fix by restoring the data, or allow it with "
                 f"--allow-{what}-change"
             )
+
+
+def _differences(before: Any, after: Any, name: str) -> list[str]:
+    """One clause for each key in which two tables differ, those of inner tables included."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = {**before, **after}
+        pairs = ((key, before.get(key), after.get(key)) for key in keys)
+        return [line for k, old, new in pairs for line in _differences(old, new, f"{name}.{k}")]
+    if before == after:
+        return []
+    old, new = ("a table" if isinstance(x, dict) else repr(x) for x in (before, after))
+    return [f"{name}: got {new}, expected {old}"]
 
 
 def check_tokenizer(folder: Path, fingerprint: str) -> None:

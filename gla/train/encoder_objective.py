@@ -239,14 +239,19 @@ def evaluate_encoder(
 
 
 def load_encoder_batch(
-    config: RunConfig, checkpoint: Path, dataset: TokenDataset, tokens: int, device: torch.device
+    config: RunConfig,
+    checkpoint: Path,
+    dataset: TokenDataset,
+    tokens: int,
+    device: torch.device,
+    impl: str | None = None,
 ) -> tuple[Encoder, Tensor, Tensor, Callable[[], Tensor]]:
     """Load an encoder, and the first rows of a split, about so many tokens.
 
     Returns:
         The model, tokens [1, T], cu_seqlens [N+1], and what makes the mean loss.
     """
-    model = Encoder.load(checkpoint, device)
+    model = Encoder.load(checkpoint, device, impl=impl)
     tokenizer = Tokenizer.load(Path(config.data.path) / "tokenizer")
     seq_len = min(config.train.seq_len, tokens)
     loader = loader_of(config, dataset, tokenizer, seq_len, seed=0)

@@ -158,6 +158,11 @@ def test_eval_prints_the_same_figures_in_both_ways(
     assert figures["ppl"] == pytest.approx(torch.tensor(figures["loss"]).exp().item(), rel=1e-4)
     text = output_of(capsys, "eval", run)
     assert f"{figures['loss']:.4f}" in text and f"{figures['bytes']:,}" in text
+    other = figures_of(capsys, "eval", run, "--impl", "recurrent")
+    assert other["loss"] == pytest.approx(figures["loss"], rel=1e-3)
+    assert "expected one of auto, recurrent" in output_of(
+        capsys, "eval", run, "--impl", "x", code=2
+    )
 
 
 def test_eval_prints_references_if_asked(run: str, capsys: pytest.CaptureFixture[str]) -> None:

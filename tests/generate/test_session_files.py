@@ -132,6 +132,12 @@ def test_a_change_of_config_with_the_same_weights_is_refused(saved, run):
         Session.load(saved[1], run)
 
 
+def test_a_state_goes_on_in_another_form(saved, run):
+    session, path = saved
+    loaded = Session.load(path, run, impl="recurrent")
+    assert list(loaded.generate(9, temperature=0)) == list(session.generate(9, temperature=0))
+
+
 def test_another_tokenizer_is_refused(saved, run):
     shutil.rmtree(run / "tokenizer")
     text = training_text().replace("a", "z")

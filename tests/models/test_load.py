@@ -20,6 +20,7 @@ from gla import storage
 from gla.errors import CheckpointError, ConfigError, NumericsError
 from gla.layers.mixer import Mixer, MixerConfig
 from gla.models.weights import named_once
+from gla.ops import forms
 
 
 @pytest.fixture
@@ -69,6 +70,18 @@ def test_the_config_in_a_checkpoint_counts_before_that_of_the_run(run, make):
 
     storage.write_folder(path / "checkpoints" / "step-00000030", write)
     assert torch.equal(gla.LanguageModel.load(path)(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_a_run_of_kernels_that_do_not_run_here_opens_in_another_form(run, monkeypatch):
+    path, (_, newest) = run
+    table = newest.config.with_impl("triton").model_dump(mode="json", exclude_none=True)
+    (path / "config.toml").write_text(tomli_w.dumps({"model": table}))
+    monkeypatch.setattr(forms, "_no_kernels", lambda *_: "a GPU")
+    with pytest.raises(ConfigError, match=r"^mixers\.gla\.impl: got 'triton', .*--impl torch"):
+        gla.LanguageModel.load(path)
+    model = gla.LanguageModel.load(path, impl="torch")
+    assert model.config == newest.config.with_impl("torch")
+    assert torch.equal(model(TOKENS).logits, newest(TOKENS).logits)
 
 
 def test_a_damaged_checkpoint_is_skipped_loudly(run, caplog):

@@ -369,7 +369,22 @@ def test_resume_refuses_another_architecture_and_names_the_field(
     before = tree(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"model\.d_model: got 48, expected 32"):
         resume(tmp_path / "run", overrides=[("model.d_model", "48")], device="cpu")
+    with pytest.raises(
+        CheckpointError, match=r"architecture; model\.mixers\.mine\.rotary: got True, exp[^;]*; fix"
+    ):
+        resume(tmp_path / "run", overrides=[("model.mixers.mine.rotary", "true")], device="cpu")
     assert tree(tmp_path / "run") == before
+
+
+def test_resume_may_compute_the_model_in_another_form(tmp_path: Path, recipe: Recipe) -> None:
+    mixers = {"mine": {"kind": "linear_attention", "impl": "torch", "chunk_size": 16}}
+    train(recipe(model__mixers=mixers, train__steps=2), tmp_path / "run", device="cpu")
+    overrides = [("model.mixers.mine.impl", "auto"), ("model.mixers.mine.chunk_size", "32")]
+    assert (
+        resume(tmp_path / "run", overrides=[*overrides, ("train.steps", "3")], device="cpu").step
+        == 3
+    )
+    assert LanguageModel.load(tmp_path / "run").config.mixers["mine"].model_dump()["impl"] == "auto"
 
 
 def test_resume_refuses_other_data(tmp_path: Path, recipe: Recipe, data: Path) -> None:
