@@ -125,6 +125,9 @@ def save(state: tuple, path: str | Path, metadata: Mapping[str, Any] | None = No
         state: any state; its dtypes are kept.
         path: the file, replaced if it exists.
         metadata: whatever JSON can hold; returned by ``load``.
+
+    Raises:
+        StateError: the file cannot be written; an older one is untouched.
     """
     tensors = {name: x.detach().cpu().contiguous().clone() for name, x in named_tensors(state)}
     header = json.dumps(metadata or {}, sort_keys=True)
@@ -133,7 +136,8 @@ def save(state: tuple, path: str | Path, metadata: Mapping[str, Any] | None = No
         "metadata": header,
         "sha256": _digest(tensors, header),
     }
-    storage.write_bytes_atomic(path, to_bytes(tensors, description))
+    with storage.refused_writes(Path(path), StateError):
+        storage.write_bytes_atomic(path, to_bytes(tensors, description))
 
 
 def load(

@@ -91,8 +91,8 @@ def refused_writes(path: Path, error: type[GlaError]) -> Iterator[None]:
         yield
     except OSError as reason:
         raise error(
-            f"{path}: got {reason.strerror or reason} while writing, expected a writable disk with "
-            "free space; fix by freeing space or choosing another folder"
+            f"{path}: got {reason.strerror or reason} while writing, expected a writable place "
+            "with free space; fix the path or its permissions, or free space"
         ) from reason
 
 

@@ -190,7 +190,7 @@ def narrow(model: LanguageModel, weights: str) -> LanguageModel:
         ConfigError: another word.
     """
     if weights not in WIDTHS:
-        raise ConfigError(f"weights: got {weights!r}, expected one of {', '.join(WIDTHS)}")
+        raise ConfigError(f"weights: got {weights!r}, expected one of {', '.join(WIDTHS)}; fix it")
     if weights == "int8":
         if model.head is None:  # tied: rows are looked up in the one, and multiplied in the other
             model.head = cast(Linear, Int8Linear(model.embed.weight, None))

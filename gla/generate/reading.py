@@ -34,18 +34,30 @@ class Reader:
 
         Raises:
             DataError: bytes that are not UTF-8 (a file must also end with a whole character), a
-                lone surrogate, or text in the middle of a character that began as bytes.
+                lone surrogate, text in the middle of a character that began as bytes, a file that
+                cannot be opened, or another kind of source.
         """
         if isinstance(source, Path):
-            with open(source, "rb") as file:
+            try:
+                file = open(source, "rb")
+            except OSError as reason:
+                raise DataError(
+                    f"{source}: got {reason.strerror}, expected a file of text; fix the path"
+                ) from reason
+            with file:
                 yield from self._decoded(_blocks(file, size), size, str(source), whole=True)
             return
         if isinstance(source, str | bytes):
             blocks = (source[start : start + size] for start in range(0, len(source), size))
         elif hasattr(source, "read"):
             blocks = _blocks(cast("IO[str] | IO[bytes]", source), size)
-        else:
+        elif isinstance(source, Iterable):
             blocks = source
+        else:
+            raise DataError(
+                f"text: got {type(source).__name__}, expected str, bytes, a Path, a stream or an "
+                "iterable of text; fix the source"
+            )
         yield from self._decoded(blocks, size, "text", whole=False)
 
     def _decoded(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gla import state, storage
 from gla.data.tokenizer import Tokenizer
-from gla.errors import ConfigError, NumericsError, StateError
+from gla.errors import ConfigError, DataError, NumericsError, StateError
 from gla.generate.decoder import PREFILL_TOKENS, Decoder, narrow
 from gla.generate.reading import Reader, Source
 from gla.generate.sampling import Sampling
@@ -73,13 +73,15 @@ class Score(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean loss, nats a token; NaN of an empty text."""
+        """Mean loss, nats a token; a DataError where the text is empty."""
+        if not len(self.losses):
+            raise DataError("text: got an empty one, expected some tokens to score; fix the text")
         return float(self.losses.double().mean())
 
     @property
     def perplexity(self) -> float:
         """exp of the mean loss; infinity where that is too large for a float."""
-        return float(self.losses.double().mean().exp())
+        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
 
 
 class Session:
@@ -160,7 +162,7 @@ class Session:
             progress: called with the ids of each piece that was read.
 
         Raises:
-            DataError: not UTF-8, or a lone surrogate. The session stands where it stood.
+            DataError: no such file, not UTF-8, a lone surrogate. The session stands where it stood.
         """
         before = (self._state, self._waiting, self._undecoded, self._unfinished)
         reader = Reader(self._undecoded)
@@ -195,9 +197,8 @@ class Session:
             found += self._score(self.tokenizer.settled(self._waiting), logits)
         reader.check_whole("text")
         found += self._score(len(self._waiting), logits)
-        vocabulary = self.tokenizer.vocab_size
-        found = found or [Score(torch.empty(0).long(), torch.empty(0), torch.empty(0, vocabulary))]
-        tokens, losses, given = zip(*found, strict=True)
+        none = Score(torch.empty(0).long(), torch.empty(0), self._state.logits[:0].cpu())
+        tokens, losses, given = zip(*(found or [none]), strict=True)
         return Score(torch.cat(tokens), torch.cat(losses), torch.cat(given) if logits else None)
 
     def generate(
@@ -268,19 +269,18 @@ class Session:
         good for further use.
 
         Raises:
-            StateError: a mark of a session of another model.
+            StateError: no mark, or one of another session.
         """
-        if mark.decoder is not self._decoder:
+        if not isinstance(mark, Mark) or mark.decoder is not self._decoder:
             raise StateError(
-                "mark: got one of a session of another model, expected one of this session or its "
-                "forks; fix by rewinding the session that was marked"
+                f"mark: got {mark!r}, expected one of this session or its forks; fix by rewinding "
+                "the session that was marked"
             )
         self._state = state.map_tensors(mark.state, torch.clone)
-        self._waiting, self._undecoded = mark.waiting, mark.undecoded
-        self._unfinished = mark.unfinished
+        _, self._waiting, self._undecoded, self._unfinished, _ = mark
 
     def save(self, path: str | Path) -> None:
-        """Write the session as one file, from which ``load`` goes on exactly here."""
+        """Write the session as one file, or raise a StateError; ``load`` goes on exactly here."""
         metadata = {
             **self._fingerprints(),
             "waiting": self._waiting,

@@ -125,10 +125,17 @@ class Backbone(nn.Module):
 
         Raises:
             CheckpointError: none verifies, or it belongs to another model.
-            ConfigError: config.toml of the checkpoint or the run is missing or not valid, or
-                nothing here runs its ``impl``.
+            ConfigError: no such device here, config.toml of the checkpoint or the run is missing or
+                not valid, or nothing here runs its ``impl``.
             NumericsError: a weight is NaN or infinite, and that is not allowed.
         """
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as reason:
+            raise ConfigError(
+                f"device: got {str(device)!r}, expected a device of this machine, as cpu, cuda, "
+                "cuda:N or mps; fix device"
+            ) from reason
         checkpoint = find_checkpoint(Path(path))
         config = cls.config_class.from_toml(recipe_of(checkpoint, encoder=cls.encoder))
         with torch.random.fork_rng(devices=[]):  # loading draws no number that the caller misses
@@ -143,6 +150,16 @@ class Backbone(nn.Module):
     @property
     def _head_weight(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Tokens [...] -> [..., D]."""
+        try:
+            return self.embed(tokens)
+        except IndexError:  # on a CPU; looking before would cost time, and a wait on a GPU
+            raise ValueError(
+                f"tokens: got ids from {int(tokens.min())} to {int(tokens.max())}, expected 0 to "
+                f"{self.config.vocab_size - 1}; fix by using the tokenizer of this model"
+            ) from None
 
     def logits(self, h: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], such as ``features`` returns."""

@@ -155,10 +155,23 @@ class Encoder(Backbone):
         mask: Tensor | None = None,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """Cross entropy in nats of the documents' classes, labels [N] int64; a scalar."""
+        """Cross entropy in nats of the documents' classes, labels [N] int64; a scalar.
+
+        Raises:
+            ValueError: labels that are not [N] int64 or (on a CPU) not those of the classes.
+        """
         logits = self.class_logits(tokens, cu_seqlens, mask)
+        N, C = logits.shape
+        expected = f"[{N}] int64 from 0 to {C - 1}; fix labels"
+        if labels.shape != (N,) or labels.dtype != torch.int64:
+            raise ValueError(
+                f"labels: got {list(labels.shape)} {labels.dtype}, expected {expected}"
+            )
         wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.to(wide), labels, reduction=reduction)
+        try:
+            return F.cross_entropy(logits.to(wide), labels, reduction=reduction)
+        except IndexError:
+            raise ValueError(f"labels: got {labels.tolist()}, expected {expected}") from None
 
     def masked_loss(
         self,
@@ -193,7 +206,7 @@ class Encoder(Backbone):
         position = torch.arange(tokens.shape[1], device=tokens.device)
         if cu_seqlens is not None:
             position = position - cu_seqlens[document_of_token(cu_seqlens, tokens.shape[1])]
-        h = self.embed(tokens)
+        h = self._embed(tokens)
         h = h + sinusoids(position, h.shape[-1]).to(h.dtype) * self.position_scale
         for block in self.blocks:
             h, _ = block(h, None, cu_seqlens, False)

@@ -85,7 +85,8 @@ class LanguageModel(Backbone):
             need_state: False saves the work of the final state.
 
         Raises:
-            ValueError: shapes that do not fit; the message names the tensor.
+            ValueError: shapes that do not fit, or (on a CPU) ids beyond the vocabulary; the message
+                names the tensor.
             StateError: a state of another model or number of sequences.
         """
         check_inputs(len(self.blocks), tokens, state, cu_seqlens, mask)
@@ -219,7 +220,7 @@ class LanguageModel(Backbone):
             Logits [B, V] of the token after, and the next state.
         """
         check_step(len(self.blocks), tokens, state)
-        h = self.embed(tokens)
+        h = self._embed(tokens)
         layers = []
         for block, layer in zip(self.blocks, state.layers, strict=True):
             h, layer = _block(block).step(h, layer)
@@ -234,7 +235,7 @@ class LanguageModel(Backbone):
         need_state: bool,
     ) -> tuple[Tensor, ModelState | None]:
         """[B, T] -> hidden states before the head [B, T, D], state."""
-        h = self.embed(tokens)
+        h = self._embed(tokens)
         layers = []
         for i, block in enumerate(self.blocks):
             h, layer = block(h, None if state is None else state.layers[i], cu_seqlens, need_state)

@@ -87,7 +87,10 @@ def gated_linear_attention(
     if checks_enabled():
         q, k, v, log_decay, initial_state = check_values(q, k, v, log_decay, initial_state)
     form = forms.choose(impl, q, v, chunk_size, causal, normalize)
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    try:
+        factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    except (TypeError, ValueError):
+        raise ValueError(f"scale: got {scale!r}, expected a number; fix scale") from None
     state = None if initial_state is None else initial_state.S
     if not normalize:
         o, state = form(q, k, v, log_decay, state, cu_seqlens, factor)

@@ -139,10 +139,10 @@ class StateStore:
         """Wait until all is on the disk; try once more what the disk has refused.
 
         Raises:
-            OSError: it refuses still; the message is that of the first state.
+            StateError, OSError: it refuses still; the message is that of the first state.
         """
         self._writer.shutdown(wait=True)
-        refused: list[OSError] = []
+        refused: list[Exception] = []
         for name, future in self._unwritten.items():
             if _written(future):
                 continue
@@ -151,7 +151,7 @@ class StateStore:
                     self._write(self._known[name], self._memory[name])
                 else:
                     self._remove(name)
-            except OSError as reason:
+            except (StateError, OSError) as reason:
                 refused.append(reason)
         self._alone.close()
         if refused:

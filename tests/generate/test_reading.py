@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import gla.generate.session as session_module
-from gla.errors import DataError
+from gla.errors import DataError, StateError
 from gla.generate.reading import Reader
 from gla.generate.session import Score, Session
 
@@ -74,9 +75,17 @@ def test_text_inside_a_character_is_refused(model, tokenizer):
     assert session.position == 1 + len(tokenizer.encode("漢"))
 
 
-def test_a_source_of_other_things_is_refused(model, tokenizer):
+def test_a_source_or_mark_of_another_kind_is_refused(model, tokenizer, tmp_path):
+    session: Any = Session(model, tokenizer)
     with pytest.raises(DataError, match="got int, expected str or bytes"):
-        Session(model, tokenizer).read([1, 2])  # pyright: ignore[reportArgumentType]
+        session.read([1, 2])
+    with pytest.raises(DataError, match="text: got int, expected str, bytes"):
+        session.read(5)
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(DataError, match=f"^{path}: got .*, expected a file"):
+            session.read(path)
+    with pytest.raises(StateError, match="mark: got 3, expected one of this session"):
+        session.rewind(3)
 
 
 def test_sessions_read_any_split_of_bytes_with_the_same_tokens(model, tokenizer, monkeypatch):
@@ -146,7 +155,10 @@ def test_a_perplexity_beyond_floats_is_infinite():
 
 def test_the_score_of_nothing_is_empty(model, tokenizer):
     score = Session(model, tokenizer).score("")
-    assert score.tokens.shape == score.losses.shape == (0,) and score.loss != score.loss
+    assert score.tokens.shape == score.losses.shape == (0,)
+    for figure in ("loss", "perplexity"):
+        with pytest.raises(DataError, match="text: got an empty one, expected"):
+            getattr(score, figure)
 
 
 @pytest.mark.parametrize("char", ["a", " ", "-", "\n", "漢"])

@@ -102,6 +102,12 @@ def test_a_file_cut_short_is_noticed(saved, run, keep):
         Session.load(path, run)
 
 
+def test_a_place_that_cannot_be_written_is_a_state_error(saved, tmp_path):
+    for place in (tmp_path / "nowhere" / "x", tmp_path):
+        with pytest.raises(StateError, match=f"^{place}: got .* while writing, expected"):
+            saved[0].save(place)
+
+
 def test_a_missing_file_is_a_state_error(run, tmp_path):
     with pytest.raises(StateError, match=r"nowhere: got no"):
         Session.load(tmp_path / "nowhere", run)

@@ -247,6 +247,12 @@ def test_no_classes_no_class_loss():
         model.class_logits(torch.zeros(1, 3, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("labels", [[3], [-1], [0, 1], [1.0]])
+def test_labels_that_do_not_fit_are_named(labels):
+    with pytest.raises(ValueError, match=r"^labels: got .*, expected \[1\] int64 from 0 to 2; fix"):
+        make("softmax").class_loss(documents()[0][None], torch.tensor(labels))
+
+
 @pytest.mark.parametrize("name", ["shared", "nystrom"])
 def test_a_saved_encoder_loads(tmp_path, name):
     model = make(name).float()

@@ -275,6 +275,10 @@ def test_a_mixer_that_cannot_do_what_is_asked_says_so_when_the_model_is_built():
 BAD_CALLS = {
     "tokens: got shape": lambda m: m(draw(4)),
     "tokens: got torch.float32": lambda m: m(draw(1, 4).float()),
+    "tokens: got ids from 30 to 33, expected 0 to 31": lambda m: m(torch.arange(30, 34)[None]),
+    "tokens: got ids from -1 to -1": lambda m: m.decode_step(
+        -torch.ones(1).long(), m.init_state(1)
+    ),
     "cu_seqlens: got B = 2": lambda m: m(draw(2, 4), cu_seqlens=offsets([4])),
     "cu_seqlens: got offsets from 0 to 3": lambda m: m(draw(1, 4), cu_seqlens=offsets([3])),
     "cu_seqlens: got shape": lambda m: m(draw(1, 4), cu_seqlens=offsets([4]).float()),

@@ -107,6 +107,12 @@ def test_what_is_missing_is_named(tmp_path, run):
         gla.LanguageModel.load(path)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_here_is_named(run, device):
+    with pytest.raises(ConfigError, match=f"device: got '{device}', expected a device of this"):
+        gla.LanguageModel.load(run[0], device)
+
+
 def test_weights_of_another_model_are_refused(run, make):
     path, _ = run
     table = make(["gla", "full"]).config.model_dump(mode="json", exclude_none=True)

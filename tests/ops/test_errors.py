@@ -131,6 +131,7 @@ CASES = {
         "[1, 4, 8, 6]",
         _packed([0, 3, T], initial_state=_state(1, H, K, V)),
     ),
+    "scale": ("scale", "'x'", _good(scale="x")),
     "gates without causality": ("log_decay", "causal=False", _good(causal=False)),
 }
 

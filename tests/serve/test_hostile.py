@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gla import storage
-from gla.errors import ConfigError
+from gla.errors import ConfigError, StateError
 from gla.generate.writer import Request, Token
 from gla.serve import app, protocol
 from gla.serve.limits import Limits, Refusal
@@ -261,7 +261,7 @@ def test_what_a_full_disk_refused_is_written_at_the_end(make_store, session, mon
     assert store.get("b").position == session.position
     full = True
     store.put("c", session)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StateError, match="No space left"):
         store.close()
 
 
