@@ -94,6 +94,9 @@ def look_into(run: Path, tokens: int, device: str, impl: str | None = None) -> d
         "checkpoint": checkpoint.name,
         "tokens": text.shape[1],
         "output_std": diagnose.output_std(seen),
+        "output_norm": [
+            n for n, m in diagnose.mixers(model).items() if getattr(m, "norm", None) is not None
+        ],
         "half_lives": diagnose.half_lives(seen),
         "spectra": diagnose.singular_values(model, seen, int(ends[1])),
         "states": growth,
@@ -112,6 +115,7 @@ def summary(facts: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint": facts["checkpoint"],
         "tokens": facts["tokens"],
         "output_std": std,
+        "output_norm": facts["output_norm"],
         "outside_band": [n for n, x in std.items() if not STD_BAND[0] <= x <= STD_BAND[1]],
         "half_life": {n: _quantiles(x) for n, x in facts["half_lives"].items()},
         "attention_rank": {n: float(effective_rank(x).mean()) for n, x in facts["spectra"].items()},
@@ -138,8 +142,13 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
         grads = figures["projection_gradient"].items()
         cells += [f"grad {n.rpartition('.')[2]} {g:.2e}" for n, g in grads if n.startswith(layer)]
         lines.append(f"{layer:<18} {', '.join(cells)}")
-    if figures["outside_band"]:
+    if figures["half_life"]:
+        lines.append("half-life: 10 %, 50 % and 90 % of a layer's gates are below these")
+    outside, normed = set(figures["outside_band"]), set(figures["output_norm"])
+    if outside - normed:
         lines.append("!: outside 0.5 to 2; an output norm or normalized q and k keep it inside")
+    if outside & normed:
+        lines.append("!: outside 0.5 to 2 behind an output norm: its weight, or the output gate's")
     return lines
 
 

@@ -200,6 +200,14 @@ class Silent:
         return lambda *arguments: None
 
 
+def scalars_of(histograms: Mapping[str, Tensor]) -> dict[str, float]:
+    """One number for each histogram: the mean; of half-lives, few of which are huge, the median."""
+    return {
+        name: float(x.quantile(0.5) if name.startswith("half_life/") else x.mean())
+        for name, x in histograms.items()
+    }
+
+
 def note(run: Path, text: str) -> None:
     """Write a line to a run's log.txt while no ``Monitor`` holds it.
 

@@ -19,7 +19,7 @@ from gla.train import checkpoint, kept
 from gla.train.config import RunConfig
 from gla.train.device import peak_memory, prepare_blocks
 from gla.train.distributed import Ranks
-from gla.train.monitor import Monitor, Silent
+from gla.train.monitor import Monitor, Silent, scalars_of
 from gla.train.objective import Objective
 from gla.train.optim import unmatched_groups
 from gla.train.rehearsal import rehearse
@@ -360,8 +360,7 @@ class Trainer:
             histograms, sample = self.objective.watch() if self.ranks.rank == 0 else ({}, None)
         shown = {n: v for n, v in self.validation.items() if n not in _NOT_RECORDED}
         figures = {f"val_{name}": value for name, value in shown.items()}
-        means = {name: float(values.float().mean()) for name, values in histograms.items()}
-        monitor.record(self.step, figures | means)
+        monitor.record(self.step, figures | scalars_of(histograms))
         monitor.histograms(self.step, histograms)
         if sample is not None:
             monitor.sample(self.step, sample)

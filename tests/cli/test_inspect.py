@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gla.cli.inspect import describe
 from gla.cli.main import main
 from gla.data.shards import TokenDataset
 from gla.errors import DataError
@@ -58,6 +59,7 @@ def test_a_language_model(folder, capsys):
     assert figures["attention_tokens"] == 200
     assert figures["state"]["blocks.0.mixer"]["norm"] > 0
     assert figures["redraws"] == {"blocks.2.mixer": 0}
+    assert figures["output_norm"] == ["blocks.0.mixer"]
     out = run / "inspect"
     assert next(row["position"] for row in table(out / "state.csv")) == "1"
     spectrum = table(out / "attention_spectrum.csv")
@@ -69,7 +71,17 @@ def test_a_language_model(folder, capsys):
     assert main(["inspect", str(run), "--out", str(folder / "elsewhere")]) == 0
     text = capsys.readouterr().out
     assert "half-life" in text and "attention rank" in text and "0 redraws" in text
+    assert "10 %, 50 % and 90 % of a layer's gates" in text
     assert (folder / "elsewhere" / "output_std.csv").exists()
+
+
+def test_the_advice_fits_what_the_layer_has():
+    empty = {"half_life": {}, "attention_rank": {}, "state": {}, "redraws": {}}
+    empty |= {"projection_gradient": {}, "checkpoint": "c", "tokens": 1}
+    for normed, words in (([], "; an output norm or"), (["a"], "behind an output norm")):
+        shown = {"output_std": {"a": 0.1}, "outside_band": ["a"], "output_norm": normed}
+        (advice,) = [line for line in describe(empty | shown) if line.startswith("!:")]
+        assert words in advice
 
 
 def test_an_encoder_and_what_training_watched(folder, capsys):

@@ -106,10 +106,18 @@ def test_tensorboard_holds_scalars_histograms_and_samples(tmp_path: Path, recipe
     watched = ("decay", "output_std", "half_life", "state_norm", "state_rank")
     wanted = {f"{what}/blocks.{i}.mixer" for what in watched for i in (0, 1)}
     assert set(tags["histograms"]) == wanted
-    assert wanted <= set(tags["scalars"])  # their means
+    assert wanted <= set(tags["scalars"])
     histogram = events.Histograms("decay/blocks.0.mixer")[0].histogram_value
     assert 0 <= histogram.min < histogram.max <= 1
     assert tags["tensors"] == ["sample/text_summary"]
+
+
+def test_the_scalar_of_half_lives_is_their_median(tmp_path, recipe, monkeypatch) -> None:
+    watched = {f"{what}/a": torch.tensor([1.0, 2.0, 9.0]) for what in ("half_life", "decay")}
+    monkeypatch.setattr(LanguageModeling, "watch", lambda self: (watched, None))
+    train(recipe(train__steps=1), tmp_path / "run", device="cpu")
+    *_, last = lines(tmp_path / "run")
+    assert (last["half_life/a"], last["decay/a"]) == (2, 4)
 
 
 def test_training_is_the_same_with_and_without_evaluation(tmp_path: Path, recipe: Recipe) -> None:
