@@ -92,7 +92,7 @@ def refused_writes(path: Path, error: type[GlaError]) -> Iterator[None]:
     except OSError as reason:
         raise error(
             f"{path}: got {reason.strerror or reason} while writing, expected a writable place "
-            "with free space; fix the path or its permissions, or free space"
+            "with free space; fix by freeing space, or the path or its permissions"
         ) from reason
 
 

@@ -1,7 +1,16 @@
 """Training: recipes, the loop, checkpoints, what is measured on the way.
 
-``gla.train(config, run="runs/name")`` trains: the package itself is callable, so that this reads
-in Python as on the command line. Sub-modules are imported on first use.
+The package itself is callable, so that training reads in Python as on the command line::
+
+    gla.train(config, run, device="auto", sampler=None)
+
+    config   a recipe: the path of a TOML file, its tables as a dict, or a checked RunConfig
+    run      the folder to write, which must hold no run yet
+    device   "auto", "cpu", "cuda", "cuda:N" or "mps"
+    sampler  called with the model and the tokenizer at each evaluation: text for samples/
+
+It returns the run's folder, the last step and the figures of the last evaluation. Its errors, and
+``resume``, are in ``gla.train.loop``. Sub-modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -9,6 +18,8 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +50,9 @@ if TYPE_CHECKING:
         update,
         writer,
     )
+    from gla.train.config import RunConfig
+    from gla.train.loop import Result
+    from gla.train.objective import Sampler
 
 __all__ = [
     "checkpoint",
@@ -70,11 +84,18 @@ __all__ = [
 
 
 class _TrainPackage(types.ModuleType):
-    def __call__(self, config: Any, run: Any, **options: Any) -> Any:
+    def __call__(
+        self,
+        config: RunConfig | Mapping[str, Any] | str | Path,
+        run: str | Path,
+        *,
+        device: str = "auto",
+        sampler: Sampler | None = None,
+    ) -> Result:
         """See ``gla.train.loop.train``."""
         from gla.train.loop import train
 
-        return train(config, run, **options)
+        return train(config, run, device=device, sampler=sampler)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,12 @@ def test_a_run_folder_holds_what_the_design_says(tmp_path: Path, recipe: Recipe)
     assert set(environment["data"]) == {"train", "val", "tokenizer"}
     model = LanguageModel.load(run)
     assert model.config.vocab_size == 300
+
+
+def test_the_package_says_the_arguments_of_its_call() -> None:
+    call: Any = gla.train
+    assert inspect.signature(call) == inspect.signature(train)
+    assert all(f"\n    {name} " in call.__doc__ for name in inspect.signature(train).parameters)
 
 
 def test_tensorboard_holds_scalars_histograms_and_samples(tmp_path: Path, recipe: Recipe) -> None:
