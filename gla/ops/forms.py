@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gla.errors import ConfigError
 from gla.ops import chunked, recurrent, whole
 
 IMPLS = ("auto", "recurrent", "torch", "triton")
@@ -41,7 +42,9 @@ def resolve(
         dims: K and V.
 
     Raises:
-        ValueError: an unknown impl, or "triton" where its kernels do not take the call.
+        ValueError: an unknown impl.
+        ConfigError: "triton" where its kernels do not take the call; one line of the command line
+            too, where a model built for a GPU is put on a CPU.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(IMPLS)}; fix impl")
@@ -49,7 +52,7 @@ def resolve(
     if impl == "triton":
         reason = _no_kernels(device, dtypes, dims)
         if reason is not None:
-            raise ValueError(f"impl: got 'triton', expected {reason}; fix impl='torch'")
+            raise ConfigError(f"impl: got 'triton', expected {reason}; fix impl='torch'")
     if impl != "auto":
         return impl
     return "recurrent" if tokens == 1 else "torch"

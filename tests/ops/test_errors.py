@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gla
+from gla.errors import ConfigError
 from gla.testing import make_inputs
 from tests import oracle
 from tests.ops.agreement import IMPLS, call, named
@@ -186,7 +187,7 @@ def test_options_of_the_forms_are_refused_where_there_is_one_way(option: dict[st
 
 def test_a_named_form_is_refused_with_its_reason() -> None:
     """Tensors on the CPU: the Triton form cannot take them and is not replaced in silence."""
-    with pytest.raises(ValueError, match=r"^impl: got 'triton', expected .*"):
+    with pytest.raises(ConfigError, match=r"^impl: got 'triton', expected .*"):
         gla.gated_linear_attention(**_good(), impl="triton")
 
 
