@@ -203,7 +203,7 @@ class Silent:
 def scalars_of(histograms: Mapping[str, Tensor]) -> dict[str, float]:
     """One number for each histogram: the mean; of half-lives, few of which are huge, the median."""
     return {
-        name: float(x.quantile(0.5) if name.startswith("half_life/") else x.mean())
+        name: float(x.float().median() if name.startswith("half_life/") else x.float().mean())
         for name, x in histograms.items()
     }
 
