@@ -156,6 +156,27 @@ def _take_overrides(
     return rest, overrides
 
 
+def require(option: str, value: float | None, least: float, *, above: bool = False) -> None:
+    """Check the number of an option; None, where it was not given, passes.
+
+    Args:
+        option: Its name, without dashes.
+        value: What was given.
+        least: The smallest number allowed; with ``above``, the largest one that is too small.
+        above: Whether it must be more than ``least``.
+
+    Raises:
+        ConfigError: It is smaller, or NaN.
+    """
+    if value is None or (value > least if above else value >= least):
+        return
+    wanted = "more than" if above else "at least"
+    raise ConfigError(
+        f"--{option}: got {value:g}, expected {wanted} {least:g}; fix by giving more, or leave it "
+        "out for the default"
+    )
+
+
 def print_json(figures: Mapping[str, Any]) -> None:
     """Print one JSON object. Strict: a NaN or infinity becomes null."""
     print(json.dumps(_finite(figures), indent=2, allow_nan=False))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gla.cli.arguments import call_one_of, print_json
+from gla.cli.arguments import call_one_of, print_json, require
 from gla.errors import ConfigError
 
 _VARIANTS = ("softmax", "window", "linear", "gla", "mamba2")
@@ -51,6 +51,10 @@ def cost(
     from gla.compare.cost import Options, causal_presets, crossovers, measure_variant
     from gla.train.device import resolve_device
 
+    require("d-model", d_model, 1)
+    require("layers", layers, 1)
+    require("seconds", seconds, 0, above=True)
+    require("limit", limit, 0, above=True)
     place = resolve_device(device)
     known = causal_presets(d_model)
     names = list(dict.fromkeys(["softmax", *variants]))
@@ -98,6 +102,7 @@ def article(
     from gla.compare.articles import first_article, second_article
     from gla.train.device import resolve_device
 
+    require("seconds", seconds, 0, above=True)
     place = resolve_device(device)
     figures: dict[str, Any] = {
         **_machine(place),
@@ -115,7 +120,10 @@ def article(
 
 def _sorted(lengths: Sequence[int]) -> list[int]:
     if not lengths or min(lengths) < 1:
-        raise ConfigError(f"lengths: got {lengths}, expected numbers of tokens; fix lengths")
+        raise ConfigError(
+            f"--lengths: got {lengths}, expected numbers of tokens, each at least 1; fix by "
+            "leaving out what is less"
+        )
     return sorted(set(lengths))
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from gla.cli import recipes
-from gla.cli.arguments import print_json, read_with_overrides
+from gla.cli.arguments import print_json, read_with_overrides, require
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
     from gla.compare.suite import load_suite, sizes_of
     from gla.train.device import resolve_device
 
+    require("jobs", options.jobs, 1)
     path = recipes.find_suite(options.suite)
     size = options.size
     if size is None and resolve_device(options.device).type == "cuda" and "gpu" in sizes_of(path):

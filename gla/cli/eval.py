@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gla.cli.arguments import Run, call, print_json
+from gla.cli.arguments import Run, call, print_json, require
 from gla.errors import CheckpointError, ConfigError, DataError
 
 
@@ -49,6 +49,7 @@ def evaluate(
         impl: Form of the op in every mixer on it; as trained by default.
         json: Print one JSON object.
     """
+    require("batches", batches, 0)
     if references and batches:
         raise ConfigError(
             f"--references: got --batches {batches} beside it, expected the whole split, which is "

@@ -92,6 +92,11 @@ def test_missing_arguments_are_a_usage_error(
         ("tokenizer train --out t", "SOURCES: got none, expected files, folders or other"),
         ("generate r --prompt-file none.txt", "--prompt-file: got none.txt, no file, expected one"),
         ("eval r --batches 3 --references", "--references: got --batches 3 beside it, expected"),
+        ("eval r --batches -1", "--batches: got -1, expected at least 0; fix by giving more"),
+        ("bench cost --seconds -1", "--seconds: got -1, expected more than 0; fix"),
+        ("bench cost --limit nan", "--limit: got nan, expected more than 0; fix"),
+        ("bench article --seconds 0", "--seconds: got 0, expected more than 0; fix"),
+        ("compare gates --jobs 0 --dry-run", "--jobs: got 0, expected at least 1; fix"),
     ],
 )
 def test_wrong_usage_is_one_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
