@@ -10,6 +10,7 @@ This module knows nothing of tensors, checkpoints or tokens.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gla.errors import CheckpointError, GlaError
+from gla.errors import CheckpointError, ConfigError, GlaError
 
 try:
     import fcntl
@@ -82,6 +83,32 @@ def write_manifest(folder: Path) -> None:
     """Describe the files of a folder, without the manifest that it may hold already."""
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / MANIFEST).write_bytes(_manifest_bytes(folder))
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder that a user named, with its parents, where it is not there yet.
+
+    Args:
+        folder: The folder.
+        option: With which it was named, for the message.
+
+    Raises:
+        ConfigError: A file is in the way, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (FileExistsError, NotADirectoryError):
+        what = "a file" if folder.is_file() else "a path below a file"
+        raise ConfigError(
+            f"{folder}: got {what}, expected a folder; fix with another {option}"
+        ) from None
+    except OSError as reason:
+        raise ConfigError(
+            f"{folder}: got {reason.strerror}, expected a folder that can be written; fix its "
+            f"permissions or choose another {option}"
+        ) from reason
 
 
 @contextlib.contextmanager

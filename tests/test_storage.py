@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gla import storage
-from gla.errors import CheckpointError, DataError
+from gla.errors import CheckpointError, ConfigError, DataError
 
 
 def write_two(folder: Path) -> None:
@@ -249,6 +249,18 @@ def test_a_lock_names_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
     with storage.locked(file, CheckpointError):
         assert file.read_text() == str(os.getpid())
     assert not file.exists()
+
+
+@pytest.mark.parametrize(("name", "got"), [("f", "a file"), ("f/x/y", "a path below a file")])
+def test_a_folder_cannot_be_made_where_a_file_is(tmp_path: Path, name: str, got: str) -> None:
+    (tmp_path / "f").touch()
+    with pytest.raises(ConfigError) as caught:
+        storage.make_folder(tmp_path / name, "--out")
+    expected = f"{tmp_path / name}: got {got}, expected a folder; fix with another --out"
+    assert str(caught.value) == expected
+    for _ in range(2):
+        storage.make_folder(tmp_path / "a" / "b", "--out")
+    assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_one_lock_at_a_time_whoever_removes_the_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gla.cli.arguments import call_one_of, print_json, require
 from gla.errors import ConfigError
+from gla.storage import make_folder
 
 _VARIANTS = ("softmax", "window", "linear", "gla", "mamba2")
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -56,6 +57,8 @@ def cost(
     require("seconds", seconds, 0, above=True)
     require("limit", limit, 0, above=True)
     place = resolve_device(device)
+    if out is not None:  # before anything is measured for it
+        make_folder(out, "--out")
     known = causal_presets(d_model)
     names = list(dict.fromkeys(["softmax", *variants]))
     for name in names:
@@ -104,6 +107,8 @@ def article(
 
     require("seconds", seconds, 0, above=True)
     place = resolve_device(device)
+    if out is not None:  # before anything is measured for it
+        make_folder(out, "--out")
     figures: dict[str, Any] = {
         **_machine(place),
         "first": first_article(place, seconds, _sorted(lengths), _note),
@@ -111,7 +116,6 @@ def article(
     }
     text = article_tables(figures)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "article.json").write_text(jsons.dumps(figures, indent=1) + "\n", encoding="utf-8")
         (out / "article.md").write_text(text + "\n", encoding="utf-8")
     print_json(figures) if json else print(text)
@@ -214,7 +218,6 @@ def crossover_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
 def _write(figures: Mapping[str, Any], out: Path) -> None:
     from gla.compare import plots
 
-    out.mkdir(parents=True, exist_ok=True)
     (out / "cost.json").write_text(jsons.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if plots.has_matplotlib():
         (out / "cost.png").write_bytes(plots.draw_cost(figures))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gla.cli.arguments import Run, call
 from gla.errors import ConfigError
+from gla.storage import make_folder
 
 if TYPE_CHECKING:
     from gla.generate.reading import Source
@@ -58,7 +59,8 @@ def generate(
         prompt_file: UTF-8 file to read first.
         stdin: Read UTF-8 text from standard input.
         state_in: Go on from a state that --state-out has written with the same run and weights.
-        state_out: Write the state here at the end, also after Ctrl-C while text is written.
+        state_out: Write the state to this file at the end, also after Ctrl-C while text is written;
+            folders that are not there are made.
         interactive: Take turns on the terminal; /help tells how.
         max_new_tokens: Stop after this many tokens, or at the end of a document.
         temperature: Below 1 sharpens, above 1 flattens; 0 always takes the likeliest token.
@@ -85,10 +87,9 @@ def generate(
             "stdin: got --stdin with --interactive, which reads it too, expected one of them; fix "
             "with --prompt-file"
         )
-    if state_out is not None and (state_out.is_dir() or not state_out.parent.is_dir()):
+    if state_out is not None and state_out.is_dir():
         raise ConfigError(
-            f"state_out: got {state_out}, expected a file in a folder that is there; fix by making "
-            "the folder"
+            f"--state-out: got {state_out}, a folder, expected a file; fix by naming a file in it"
         )
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack characters that come out
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -97,6 +98,8 @@ def generate(
     if prompt_file is not None and not prompt_file.is_file():
         raise ConfigError(f"--prompt-file: got {prompt_file}, no file, expected one; fix the path")
     where = str(resolve_device(device))
+    if state_out is not None:  # before anything is written for it
+        make_folder(state_out.parent, "--state-out")
     session = Session.open(run, device=where, weights=weights, impl=impl, compiled=compile)
     Writer(request, session.tokenizer)  # refuses what does not fit before a long text is read
     if state_in is not None:

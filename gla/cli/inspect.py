@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gla.cli.arguments import Run, call, print_json
+from gla.storage import make_folder
 
 
 def run(argv: Sequence[str]) -> int:
@@ -41,6 +42,8 @@ def inspect(
         impl: Form of the op in every mixer on it; as trained by default.
         json: Print one JSON object.
     """
+    if out is not None:  # before anything is measured for it
+        make_folder(out, "--out")
     facts = look_into(run, tokens, device, impl)
     folder = out or run / "inspect"
     drawn = write(folder, facts)

@@ -148,7 +148,7 @@ def _locked(out: Path) -> Iterator[None]:
             "fix by waiting for it or with another --out"
         )
 
-    out.mkdir(parents=True, exist_ok=True)
+    storage.make_folder(out, "--out")
     with storage.locked(out / ".lock", busy):
         yield
 

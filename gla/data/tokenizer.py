@@ -30,7 +30,7 @@ from gla.data.vocabulary import (
     show,
 )
 from gla.errors import ConfigError, DataError
-from gla.storage import write_bytes_atomic
+from gla.storage import make_folder, write_bytes_atomic
 
 FORMAT = 1
 MODEL_FILE = "tokenizer.model"
@@ -129,7 +129,8 @@ class Tokenizer:
                 not downloaded twice. Memory grows with it, not with the text.
 
         Raises:
-            ConfigError: ``vocab_size`` is too small, or larger than the text can fill.
+            ConfigError: ``vocab_size`` is too small, or larger than the text can fill, or ``out``
+                cannot be written.
             DataError: The source cannot be read, is empty, or ``out`` holds a tokenizer.
         """
         if vocab_size < SMALLEST:
@@ -140,6 +141,8 @@ class Tokenizer:
                 f"{out}: got a folder that holds a tokenizer, expected a new one; fix by naming "
                 "another folder"
             )
+        if out.exists():  # what is no folder is refused before a long text is read
+            make_folder(out, "--out")
         documents = source if isinstance(source, Corpus | Iterator) else Corpus(source)
         texts = sample((document.text for document in documents), sample_bytes)
         model = learn(texts, vocab_size)
@@ -153,7 +156,7 @@ class Tokenizer:
                 "bytes": sum(len(text.encode()) for text in texts),
             },
         }
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out, "--out")
         write_bytes_atomic(out / MODEL_FILE, model)
         write_bytes_atomic(out / FACTS_FILE, (json.dumps(facts, indent=1) + "\n").encode())
         return tokenizer

@@ -50,7 +50,7 @@ class StateStore:
     """
 
     def __init__(self, folder: Path, root: Session, limits: Limits) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(folder, "--states")
         self._alone = contextlib.ExitStack()
         self._alone.enter_context(storage.locked(folder / ".lock", lambda pid: _busy(folder, pid)))
         storage.remove_leftovers(folder)

@@ -64,13 +64,13 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         The HTML file.
 
     Raises:
-        ConfigError: No run there, or matplotlib is missing.
+        ConfigError: No run there, no place for files, or matplotlib is missing.
         DataError: Its metrics cannot be read.
     """
     run_folder.require_existing(run)
     rows = read_metrics(run / "metrics.jsonl")
     out = out or run
-    out.mkdir(parents=True, exist_ok=True)
+    storage.make_folder(out, "--out")
     picture = draw(rows)
     storage.write_bytes_atomic(out / PICTURE, picture)
     page = _page(run, rows, base64.b64encode(picture).decode())

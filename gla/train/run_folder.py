@@ -81,8 +81,8 @@ def locked(run: Path) -> Iterator[None]:
         )
 
     with contextlib.ExitStack() as stack:
+        storage.make_folder(run, "--run")
         try:
-            run.mkdir(parents=True, exist_ok=True)
             stack.enter_context(storage.locked(run / ".lock", busy))
         except OSError as reason:
             raise _unwritable(run, reason) from reason

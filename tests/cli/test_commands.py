@@ -91,6 +91,28 @@ def test_train_writes_a_run(run: str) -> None:
     assert len(samples) == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "report RUN --out FILE",
+        "inspect RUN --out FILE",
+        "bench cost --out FILE",
+        "bench article --out FILE",
+        "compare recall --out FILE",
+        "train tiny.toml --run FILE",
+        "tokenizer train text --out FILE",
+    ],
+)
+def test_a_file_where_a_folder_is_to_be_is_told_first(
+    line: str, place: Path, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = place / "tiny.toml"
+    parts = {"RUN": run, "FILE": str(file), "tiny.toml": str(file), "text": str(place / "text")}
+    error = output_of(capsys, *(parts.get(part, part) for part in line.split()), code=2)
+    assert error.startswith(f"gla: {file}: got a file, expected a folder; fix with another --")
+    assert error.count("\n") == 1
+
+
 def test_train_refuses_a_folder_that_holds_a_run(
     place: Path, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

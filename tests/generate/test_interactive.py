@@ -82,10 +82,23 @@ def test_a_reader_that_went_away_ends_the_conversation(session, type_in, monkeyp
         converse(session, REQUEST)
 
 
-@pytest.mark.parametrize("where", ["", "none/book.state"])
-def test_a_state_that_cannot_be_written_is_refused_before_reading(make_run, model, tmp_path, where):
-    with pytest.raises(ConfigError, match=r"^state_out: got .*, expected a file in a folder"):
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("", "^--state-out: got .*, a folder, expected"), ("a/b/c", "got a path below a file")],
+)
+def test_a_state_that_cannot_be_written_is_refused_before_reading(
+    make_run, model, tmp_path, monkeypatch, where, said
+):
+    monkeypatch.setattr(Session, "open", None)
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(ConfigError, match=said):
         generate(make_run(model), state_out=tmp_path / where)
+
+
+def test_folders_of_a_state_are_made(make_run, model, tmp_path):
+    state = tmp_path / "a" / "b" / "book.state"
+    assert generate(make_run(model), state_out=state, max_new_tokens=0, device="cpu") == 0
+    assert state.is_file()
 
 
 def test_a_terminal_without_a_character_gets_its_number(make_run, model, monkeypatch):

@@ -27,7 +27,7 @@ def test_one_page_has_everything_inside(tmp_path: Path, recipe: Recipe) -> None:
     text = page.read_text()
     assert "data:image/png;base64," in text
     assert "&lt;b&gt;text&lt;/b&gt; &amp; more" in text and "my &lt;run&gt;" in text
-    for word in ('src="http', "href", "<script", "<b>text"):
+    for word in ('src="http', "href=", "<script", "<b>text"):
         assert word not in text
     assert "global_batch_size = 4" in text and "&quot;torch&quot;" in text
     rows = read_metrics(run / "metrics.jsonl")
