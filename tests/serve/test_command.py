@@ -88,12 +88,12 @@ def test_a_second_signal_ends_the_grace(run, number):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [(["--port", "70000"], "port"), (["--concurrency", "0"], "concurrency")],
+    ("option", "value"),
+    [("--port", "70000"), ("--concurrency", "0"), ("--max-body", "0"), ("--max-states", "-1")],
 )
-def test_bad_options_are_refused(run, options, named, capsys):
-    assert main(["serve", str(run), *options]) == 2
-    assert capsys.readouterr().err.startswith(f"gla: {named}: got ")
+def test_bad_options_are_refused_by_their_names(run, option, value, capsys):
+    assert main(["serve", str(run), option, value]) == 2
+    assert capsys.readouterr().err.startswith(f"gla: {option}: got {value}, expected ")
 
 
 def test_an_address_that_is_taken_is_refused(run, server, capsys):
