@@ -36,7 +36,7 @@ def cost(
 ) -> int:
     """Measure time and peak memory of a training step, prefill and decoding over the length.
 
-    One sequence, fp32. States the lengths from which each variant is below softmax.
+    One sequence, fp32. States the lengths at which each variant is below softmax.
 
     Args:
         variants: Presets; softmax is always among them.
@@ -206,13 +206,26 @@ def _show_cost(figures: Mapping[str, Any]) -> None:
 
 
 def crossover_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say from which length each variant is below softmax."""
-    words = {"seconds": "faster", "bytes": "smaller in memory"}
-    return [
-        f"{row['variant']}, {row['kind']}: {words[row['figure']]} than softmax "
-        + ("at no measured length" if row["length"] is None else f"from {row['length']:,.0f} on")
-        for row in found
-    ]
+    """Say at which lengths each variant is below softmax."""
+    return [f"{row['variant']}, {row['kind']}: {_against_softmax(row)}" for row in found]
+
+
+def _against_softmax(row: Mapping[str, Any]) -> str:
+    smaller, same = {
+        "seconds": ("faster than softmax", "as fast as softmax"),
+        "bytes": ("smaller in memory than softmax", "as large in memory as softmax"),
+    }[row["figure"]]
+    below, at, others = row["below"], row["length"], [*row["equal"], *row["above"]]
+    if not others:
+        return f"{smaller} at every measured length" if below else f"not known to be {smaller}"
+    if not below:
+        return f"{smaller} at no measured length" if row["above"] else f"{same} at every length"
+    if max(below) < min(others):
+        return f"{smaller} up to {max(below):,}"
+    places = [f"at {n:,}" for n in below if at is None or n < at]
+    if at is not None:
+        places.append(f"beyond {at:,.0f}" if at in row["equal"] else f"from {at:,.0f} on")
+    return f"{smaller} {' and '.join(places)}"
 
 
 def _write(figures: Mapping[str, Any], out: Path) -> None:

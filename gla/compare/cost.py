@@ -184,7 +184,12 @@ def crossover(
 
 
 def crossovers(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Return {"variant", "kind", "figure", "length"} against a baseline; length None: nowhere."""
+    """Compare each variant with a baseline.
+
+    Returns:
+        Rows of ``variant``, ``kind``, ``figure``; ``below``, ``equal`` and ``above``: the measured
+        lengths at which it is so; and ``length``: that of ``crossover``.
+    """
     found = []
     variants = dict.fromkeys(row["variant"] for row in rows)
     for variant, kind, figure in itertools.product(variants, KINDS, ("seconds", "bytes")):
@@ -195,5 +200,16 @@ def crossovers(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, 
             for name in (variant, baseline)
         )
         at = crossover(list(ours), list(ours.values()), [theirs.get(n) for n in ours])
-        found.append({"variant": variant, "kind": kind, "figure": figure, "length": at})
+        both = [(n, ours[n], theirs[n]) for n in ours if None not in (ours[n], theirs.get(n))]
+        found.append(
+            {
+                "variant": variant,
+                "kind": kind,
+                "figure": figure,
+                "length": at,
+                "below": [n for n, a, b in both if a < b],
+                "equal": [n for n, a, b in both if a == b],
+                "above": [n for n, a, b in both if a > b],
+            }
+        )
     return found

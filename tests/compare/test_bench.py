@@ -76,7 +76,34 @@ def test_crossovers_of_rows_and_their_words() -> None:
     assert found["decode", "bytes"] is None and found["training", "seconds"] is None
     lines = crossover_lines(crossovers(rows, "softmax"))
     assert "gla, decode: faster than softmax from 32 on" in lines
-    assert "gla, decode: smaller in memory than softmax at no measured length" in lines
+    assert "gla, decode: as large in memory as softmax at every length" in lines
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ([1.0, 1.0, 1.0], "faster than softmax at every measured length"),
+        ([1.0, 8.0, 8.0], "faster than softmax up to 16"),
+        ([1.0, 2.0, 8.0], "faster than softmax up to 16"),
+        ([4.0, 1.0, 1.0], "faster than softmax from 32 on"),
+        ([2.0, 1.0, 1.0], "faster than softmax beyond 16"),
+        ([4.0, 1.0, 4.0], "faster than softmax at 64"),
+        ([1.0, 4.0, 1.0], "faster than softmax at 16 and from 128 on"),
+        ([1.0, 4.0, None], "faster than softmax up to 16"),
+        ([4.0, 2.0, 4.0], "faster than softmax at no measured length"),
+        ([2.0, 2.0, 2.0], "as fast as softmax at every length"),
+        ([None, None, None], "not known to be faster than softmax"),
+    ],
+)
+def test_the_words_of_every_crossover(ours: list[float | None], said: str) -> None:
+    rows = [
+        {"variant": v, "kind": "prefill", "length": n, "seconds": s, "bytes": None}
+        for v, times in (("softmax", [2.0] * 3), ("gla", ours))
+        for n, s in zip((16, 64, 256), times, strict=True)
+    ]
+    lines = crossover_lines(crossovers(rows, "softmax"))
+    assert f"gla, prefill: {said}" in lines
+    assert "gla, prefill: not known to be smaller in memory than softmax" in lines
 
 
 def test_cost_prints_all_it_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
