@@ -46,7 +46,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: what was meant, or all that there is."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
     if near:
         return f"one of {', '.join(names)}; fix by writing {near[0]!r}"
     return f"one of {', '.join(names)}; fix the name"

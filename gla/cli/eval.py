@@ -136,7 +136,7 @@ def measure(
     from gla.data.loader import TokenDataset
     from gla.data.tokenizer import Tokenizer
     from gla.models.language_model import LanguageModel
-    from gla.models.weights import find_checkpoint
+    from gla.models.weights import find_checkpoint, require_run
     from gla.train.checkpoint import check_tokenizer
     from gla.train.config import load_recipe
     from gla.train.device import resolve_device, resolve_precision
@@ -144,6 +144,7 @@ def measure(
     from gla.train.kept import BEST
 
     place = resolve_device(device)
+    require_run(run)
     config = load_recipe(run / "config.toml")
     tokenizer = Tokenizer.load(run / "tokenizer")
     folder = (data or Path(config.data.path)) / "val"

@@ -70,7 +70,7 @@ def look_into(run: Path, tokens: int, device: str, impl: str | None = None) -> d
     from gla.errors import ConfigError
     from gla.models import diagnose
     from gla.models.language_model import LanguageModel
-    from gla.models.weights import find_checkpoint
+    from gla.models.weights import find_checkpoint, require_run
     from gla.train.config import load_recipe
     from gla.train.device import resolve_device
     from gla.train.encoder_objective import load_encoder_batch
@@ -79,6 +79,7 @@ def look_into(run: Path, tokens: int, device: str, impl: str | None = None) -> d
     if tokens < 2:
         raise ConfigError(f"tokens: got {tokens}, expected at least 2; fix --tokens")
     place = resolve_device(device)
+    require_run(run)
     config = load_recipe(run / "config.toml")
     checkpoint = find_checkpoint(run)
     val = open_inputs(config.data).val

@@ -268,7 +268,8 @@ def recipe_of(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
         build(recipe)
         return options, recipe
     except ConfigError as faults:
-        raise ConfigError("\n".join(where + line for line in str(faults).splitlines())) from None
+        text = str(faults).replace("[model.mixers.", f"[variants.{variant}.mixers.")  # there here
+        raise ConfigError("\n".join(where + line for line in text.splitlines())) from None
 
 
 def _recipe(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:

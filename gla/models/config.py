@@ -189,7 +189,10 @@ class ModelConfig(BaseModel):
                 continue
             for name in dict.fromkeys(names):
                 if name not in self.mixers:
-                    faults.append(f"layers[{i}]: got {entry!r}, expected {nearest(name, known)}")
+                    faults.append(
+                        f"layers[{i}]: got {entry!r}, expected {nearest(name, known)}, or define "
+                        f"it by a table [model.mixers.{name}]"
+                    )
         if faults:
             raise ConfigError("\n".join(faults))
         return self

@@ -18,6 +18,7 @@ from gla.tables import read_toml
 
 logger = logging.getLogger("gla")
 
+CONFIG = "config.toml"  # of a run, and of a checkpoint
 WEIGHTS = "model.safetensors"
 AVERAGE = "average.safetensors"  # the running average of the weights, where a run keeps one
 _ALIGNMENT = 64  # bytes, of a tensor's start: a line of the cache
@@ -25,10 +26,20 @@ _LISTED = 10  # faults that a message names
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # of what torch.save writes: a zip, or a bare pickle
 
 
+def require_run(path: Path) -> None:
+    """Raise a ConfigError if a folder does not hold a run."""
+    if not (path / CONFIG).is_file():
+        raise ConfigError(
+            f"{path}: got no {CONFIG} there, expected the folder of a run; "
+            "fix the path, or start one with 'gla train RECIPE --run …'"
+        )
+
+
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a run folder, or a checkpoint folder, stands for.
 
     Raises:
+        ConfigError: It is neither.
         CheckpointError: None verifies, or the path is a file, such as a pickle, which is not read.
     """
     if path.is_file():
@@ -41,13 +52,14 @@ def find_checkpoint(path: Path) -> Path:
     if (path / storage.MANIFEST).exists():
         storage.verify_folder(path)
         return path
+    require_run(path)
     checkpoint, skipped = storage.newest_verified(path / "checkpoints")
     for reason in skipped:
         logger.warning("skipped a checkpoint: %s", reason)
     if checkpoint is None:
         raise CheckpointError(
             f"{path}: got no checkpoint that verifies, expected one in {path / 'checkpoints'}; "
-            "fix by training, or by naming a run folder"
+            f"fix by training: gla resume {path}"
         )
     return checkpoint
 
@@ -62,8 +74,8 @@ def recipe_of(checkpoint: Path, *, encoder: bool = False) -> Path:
     Raises:
         ConfigError: It is missing or no TOML, or its [objective] is that of the other kind.
     """
-    recipe = checkpoint / "config.toml"
-    recipe = recipe if recipe.exists() else checkpoint.parent.parent / "config.toml"
+    recipe = checkpoint / CONFIG
+    recipe = recipe if recipe.exists() else checkpoint.parent.parent / CONFIG
     objective = read_toml(recipe).get("objective", {})
     kind = objective.get("kind") if isinstance(objective, dict) else None
     if kind is not None and (kind == "next_token") == encoder:

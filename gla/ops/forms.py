@@ -47,12 +47,14 @@ def resolve(
             too, where a model built for a GPU is put on a CPU.
     """
     if impl not in IMPLS:
-        raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(IMPLS)}; fix impl")
+        raise ValueError(
+            f"impl: got {impl!r}, expected one of {', '.join(IMPLS)}; fix with impl='auto'"
+        )
     device = device or torch.device("cpu")
     if impl == "triton":
         reason = _no_kernels(device, dtypes, dims)
         if reason is not None:
-            raise ConfigError(f"impl: got 'triton', expected {reason}; fix impl='torch'")
+            raise ConfigError(f"impl: got 'triton', expected {reason}; fix with impl='torch'")
     if impl != "auto":
         return impl
     return "recurrent" if tokens == 1 else "torch"
@@ -97,16 +99,19 @@ def choose(
         if not causal and value != wanted:
             raise ValueError(
                 f"{name}: got {value!r}, expected {wanted!r} with causal=False, which has "
-                f"one way to be computed; fix {name}"
+                f"one way to be computed; fix by leaving {name} out"
             )
     dims = (q.shape[-1], v.shape[-1] + normalize)  # the normalizer is one more value
     form = resolve(impl, q.shape[1], q.device, (q.dtype, v.dtype), dims)
     if chunk_size is not None and impl in ("recurrent", "triton"):
-        fix = "recurrent has no chunks" if impl == "recurrent" else "triton sizes its own"
-        raise ValueError(f"chunk_size: got {chunk_size}, expected None; fix impl ({fix})")
+        why = "recurrent has no chunks" if impl == "recurrent" else "triton sizes its own"
+        raise ValueError(
+            f"chunk_size: got {chunk_size}, expected None ({why}); fix by leaving it out, or with "
+            "impl='torch'"
+        )
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         raise ValueError(
-            f"chunk_size: got {chunk_size}, expected one of {CHUNK_SIZES}; fix chunk_size"
+            f"chunk_size: got {chunk_size}, expected one of {CHUNK_SIZES}; fix by leaving it out"
         )
     if q.shape[1] == 0:
         return whole.no_tokens

@@ -9,11 +9,12 @@ value.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from gla.errors import ConfigError
 from gla.generate.sampling import Sampling
@@ -23,11 +24,29 @@ from gla.tables import describe_faults
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 # One fault is told, not one for each of a million items.
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Stops = Annotated[list[str], Field(fail_fast=True, max_length=16)]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_Stops = Annotated[list[str], Field(fail_fast=True, max_length=16)]
 Body = TypeVar("Body", bound=BaseModel)
 
 _MAX_LOGPROBS = 20
+
+
+def _whole(wanted: str) -> WrapValidator:
+    """Let a field of several types be told of as one, not once for each type."""
+
+    def check(value: Any, inner: Callable[[Any], Any]) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise ValueError(
+                f"got {reprlib.repr(value)}, expected {wanted}; fix by sending that"
+            ) from None
+
+    return WrapValidator(check)
+
+
+Prompt = Annotated[str | _Texts, _whole("text, or a list of texts (tokens are not taken)")]
+Stop = Annotated[str | _Stops | None, _whole("text, or a list of at most 16 texts")]
 
 
 class _Strict(BaseModel):
@@ -44,7 +63,7 @@ class CompletionBody(_Strict):
     """Body of POST /v1/completions."""
 
     model: str | None = None
-    prompt: str | Texts = ""
+    prompt: Prompt = ""
     max_tokens: Annotated[int, Field(ge=0)] = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -53,7 +72,7 @@ class CompletionBody(_Strict):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     n: Annotated[int, Field(ge=1)] = 1
-    stop: str | Stops | None = None
+    stop: Stop = None
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     stream: bool = False

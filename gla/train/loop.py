@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gla import storage
+from gla.models.weights import require_run
 from gla.train import run_folder
 from gla.train.config import RunConfig, apply_overrides, build, load_recipe, read_toml
 from gla.train.device import resolve_device, resolve_precision
@@ -128,7 +129,7 @@ def resume(
         NumericsError: The checkpoint holds weights that are not finite.
     """
     run, place, allow = Path(run), resolve_device(local_device(device)), allow or Allow()
-    run_folder.require_existing(run)
+    require_run(run)
     recipe = build(apply_overrides(read_toml(run / run_folder.CONFIG), overrides))
     with started(place, recipe.train.timeout_s) as ranks, _held(run, ranks):
         precision = resolve_precision(recipe.train.precision, place)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from gla import storage
 from gla.errors import ConfigError, DataError
+from gla.models.weights import require_run
 from gla.tables import read_toml
 from gla.train import run_folder
 
@@ -67,7 +68,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         ConfigError: No run there, no place for files, or matplotlib is missing.
         DataError: Its metrics cannot be read.
     """
-    run_folder.require_existing(run)
+    require_run(run)
     rows = read_metrics(run / "metrics.jsonl")
     out = out or run
     storage.make_folder(out, "--out")

@@ -21,8 +21,8 @@ from safetensors.torch import save as to_bytes
 
 from gla import storage
 from gla.errors import CheckpointError, ConfigError
+from gla.models.weights import CONFIG
 
-CONFIG = "config.toml"
 _PACKAGES = ("gla", "torch", "triton", "numpy", "safetensors", "sentencepiece", "pydantic")
 
 
@@ -53,15 +53,6 @@ def refuse_existing(run: Path) -> None:
         raise ConfigError(
             f"{run}: got a folder that holds a run, expected a new one; "
             f"fix with 'gla resume {run}' or another --run"
-        )
-
-
-def require_existing(run: Path) -> None:
-    """Raise a ConfigError if the folder does not hold a run."""
-    if not (run / CONFIG).is_file():
-        raise ConfigError(
-            f"{run}: got no {CONFIG} there, expected the folder of a run; "
-            "fix the path, or start one with 'gla train RECIPE --run …'"
         )
 
 

@@ -217,13 +217,14 @@ def test_resume_goes_on_and_keeps_an_override(
     assert "steps = 6\n" in (copy / "config.toml").read_text()
 
 
-@pytest.mark.parametrize("command", ["resume", "eval", "generate"])
-def test_a_folder_without_a_run_is_a_config_or_data_error(
+@pytest.mark.parametrize("command", ["resume", "eval", "generate", "report", "inspect", "serve"])
+def test_a_folder_without_a_run_is_told_alike_everywhere(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, str(tmp_path / "none")]) in (2, 3, 4)
-    error = capsys.readouterr().err
-    assert str(tmp_path / "none") in error and error.count("\n") == 1
+    folder = tmp_path / "none"
+    error = output_of(capsys, command, str(folder), code=2)
+    wanted = f"gla: {folder}: got no config.toml there, expected the folder of a run; fix the path"
+    assert error.startswith(wanted) and error.count("\n") == 1
 
 
 def test_generate_repeats_with_a_seed_and_begins_with_the_prompt(

@@ -107,6 +107,11 @@ def test_sizes_are_tables(suite_file: Path, sizes: str) -> None:
     ("old", "new", "message"),
     [
         ('baseline = "softmax"', 'baseline = "softmx"', "baseline: got 'softmx'.*fix by writing"),
+        (
+            '["softmax"]',
+            '["bar"]',
+            r"got 'bar', .*; fix the name, or .* a table \[variants\.softmax\.mixers\.bar\]",
+        ),
         ("seeds = 2", "seed = 2", "seed: got an unknown key, expected.*'seeds'"),
         ('kind = "mqar"', 'kind = "mqr"', "kind: got 'mqr', expected.*'mqar'"),
         ("depth = 2", "depth = 0", r"model\.depth: got 0"),

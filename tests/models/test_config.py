@@ -124,7 +124,10 @@ GOOD = {"d_model": 16, "vocab_size": 8, "layers": ["gla"]}
         ({"layers": ["gla; softmax"]}, r"in it: got ';', expected a name, a count or"),
         ({"layers": ["(gla*9999)*9999"]}, r"expected at most 10000 blocks"),
         ({"layers": ["(gla, sofmax)*2"]}, r"layers\[0\]: .*; fix by writing 'softmax'"),
-        ({"layers": ["zzzz"]}, r"expected one of linear, .*, softmax, window.*; fix the name"),
+        (
+            {"layers": ["zzzz"]},
+            r"one of linear, .*; fix the name, or .* table \[model\.mixers\.zzzz\]",
+        ),
         ({"mixers": {"a": {}}}, "mixers.a.kind: got nothing, expected one of .*linear_attention"),
         ({"mixers": {"a": {"kind": "softmax"}}}, "mixers.a.kind: .*'softmax_attention'"),
         ({"mixers": {"a": 3}}, "mixers.a: got 3, expected a table"),

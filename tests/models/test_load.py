@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import resource
+import shutil
 import struct
 from typing import Any, Literal
 
@@ -99,9 +100,17 @@ def test_a_damaged_checkpoint_is_skipped_loudly(run, caplog):
 
 
 def test_what_is_missing_is_named(tmp_path, run):
-    with pytest.raises(CheckpointError, match="got no checkpoint that verifies"):
-        gla.LanguageModel.load(tmp_path / "nowhere")
     path, _ = run
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "nowhere", tmp_path / "empty"):
+        for opener in (gla.LanguageModel.load, gla.Encoder.load, gla.Session.open):
+            with pytest.raises(
+                ConfigError, match=r"got no config\.toml there, expected the folder"
+            ):
+                opener(place)
+    shutil.copy(path / "config.toml", tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"got no checkpoint that verifies, .* gla resume"):
+        gla.LanguageModel.load(tmp_path / "empty")
     (path / "config.toml").unlink()
     with pytest.raises(ConfigError, match=r"config\.toml"):
         gla.LanguageModel.load(path)

@@ -138,7 +138,21 @@ def test_of_a_thousand_faults_one_is_described(body, monkeypatch):
     monkeypatch.setattr(protocol, "describe_faults", count)
     with pytest.raises(Refusal) as refusal:
         protocol.prompts_of(protocol.parse(CompletionBody, body), Limits())
-    assert sum(counts) <= 2 and len(refusal.value.message) < 600  # a text or a list: a fault each
+    assert sum(counts) <= 1 and len(refusal.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("prompt", [1, 2], "[1, 2], expected text, or a list of texts"),
+        ("prompt", None, "None, expected text, or a list of texts"),
+        ("stop", ["a", 2], "['a', 2], expected text, or a list of at most 16 texts"),
+    ],
+)
+def test_a_field_of_several_types_is_told_of_once(field, value, said):
+    with pytest.raises(Refusal) as refusal:
+        protocol.parse(CompletionBody, json.dumps({field: value}).encode())
+    assert refusal.value.message.startswith(f"{field}: got {said}")
 
 
 def test_of_two_tokens_spelled_alike_the_likelier_is_told():
