@@ -13,6 +13,7 @@ programs of a weight's gradient, which torch does, is left out.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -167,6 +168,9 @@ def _count(run: Callable[[], object], size: int, what: str) -> object:
 
 def main() -> int:
     """Count and print."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     from tools import interpreter
 
     interpreter.fix_bf16()

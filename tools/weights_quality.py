@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
+from gla.errors import ConfigError, GlaError
 from gla.generate.decoder import WIDTHS
 from gla.generate.session import Session
 
@@ -21,6 +23,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not options.text.is_file():
+        raise ConfigError(f"TEXT: got {options.text}, no file, expected UTF-8 text; fix the path")
+    if options.max_bytes < 1:
+        raise ConfigError(f"--max-bytes: got {options.max_bytes}, expected 1 or more; fix by more")
     with open(options.text, "rb") as file:
         text = file.read(options.max_bytes).decode("utf-8", errors="ignore")
     rows = {}
@@ -48,4 +54,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except GlaError as reason:
+        print(reason, file=sys.stderr)
+        sys.exit(reason.exit_code)
