@@ -184,7 +184,11 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
 
 
 def verify_folder(
-    path: str | Path, *, error: type[GlaError] = CheckpointError, contents: bool = True
+    path: str | Path,
+    *,
+    error: type[GlaError] = CheckpointError,
+    contents: bool = True,
+    fix: str = "by restoring it from a copy",
 ) -> dict[str, Any]:
     """Check every byte of a folder against its manifest.
 
@@ -194,6 +198,7 @@ def verify_folder(
         path: The folder.
         error: The class of the errors raised.
         contents: False checks the manifest, and names and sizes of the files, but not their bytes.
+        fix: What the messages say is to be done.
 
     Returns:
         ``{file name: {"size": bytes, "sha256": hex}}``.
@@ -203,19 +208,22 @@ def verify_folder(
             changed or outside the folder. The message names the file.
     """
     path = Path(path)
-    files = _read_manifest(path / MANIFEST, error)
+    files = _read_manifest(path / MANIFEST, error, fix)
     for name, facts in files.items():
         file = path / name
         if ".." in Path(name).parts or Path(name).is_absolute() or file.is_symlink():
-            raise error(f"{path / MANIFEST}: got the name {name!r}, expected a file of this folder")
+            raise error(
+                f"{path / MANIFEST}: got the name {name!r}, expected a file of this folder; "
+                f"fix {fix}"
+            )
         if not file.is_file():
-            raise error(f"{file}: got no file, expected {facts['size']} bytes")
+            raise error(f"{file}: got no file, expected {facts['size']} bytes; fix {fix}")
         if (size := file.stat().st_size) != facts["size"]:
-            raise error(f"{file}: got {size} bytes, expected {facts['size']}")
+            raise error(f"{file}: got {size} bytes, expected {facts['size']}; fix {fix}")
         if contents and (digest := sha256_of_file(file)) != facts["sha256"]:
             raise error(
-                f"{file}: got SHA-256 {digest[:12]}…, expected {facts['sha256'][:12]}…; "
-                "its bytes have changed since it was written"
+                f"{file}: got SHA-256 {digest[:12]}…, expected {facts['sha256'][:12]}… (its bytes "
+                f"have changed since it was written); fix {fix}"
             )
     return files
 
@@ -279,7 +287,7 @@ def _manifest_bytes(folder: Path) -> bytes:
     return json.dumps(manifest, indent=1, sort_keys=True).encode()
 
 
-def _read_manifest(file: Path, error: type[GlaError]) -> dict[str, Any]:
+def _read_manifest(file: Path, error: type[GlaError], fix: str) -> dict[str, Any]:
     """Return the ``files`` table of a manifest whose own digest is right."""
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
@@ -288,15 +296,20 @@ def _read_manifest(file: Path, error: type[GlaError]) -> dict[str, Any]:
         manifest = json.loads(text)
         version, files, digest = manifest["format"], manifest["files"], manifest["digest"]
     except FileNotFoundError as reason:
-        raise error(f"{file}: got no manifest, expected a finished folder") from reason
+        raise error(f"{file}: got no manifest, expected a finished folder; fix {fix}") from reason
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as reason:
-        raise error(f"{file}: got a manifest that cannot be read ({reason})") from reason
+        raise error(
+            f"{file}: got a manifest that cannot be read ({reason}), expected one; fix {fix}"
+        ) from reason
     if isinstance(version, int) and version > FORMAT:
         raise error(f"{file}: got format {version}, expected at most {FORMAT}; fix by updating gla")
     # Compared as bytes: an equal JSON value in other bytes is a change too.
     canonical = {"format": FORMAT, "files": files, "digest": digest}
     if json.dumps(canonical, indent=1, sort_keys=True).encode() != text or digest != _digest(files):
-        raise error(f"{file}: got a manifest that differs from its own digest; it has been changed")
+        raise error(
+            f"{file}: got a manifest that differs from its own digest (it has been changed), "
+            f"expected the one that was written; fix {fix}"
+        )
     return files
 
 

@@ -84,4 +84,4 @@ def _describe(fault: Any, known: Callable[[tuple[int | str, ...]], Iterable[str]
     wanted = fault["msg"].removeprefix("Input should be ")
     if kind := _WANTED.get(fault["type"]):
         wanted = kind.format(**fault.get("ctx", {}))
-    return f"{field or 'recipe'}: got {fault['input']!r}, expected {wanted}; fix {field}"
+    return f"{field or 'recipe'}: got {fault['input']!r}, expected {wanted}; fix {field or 'it'}"

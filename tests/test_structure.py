@@ -203,6 +203,28 @@ def test_a_pickle_is_found(code: str) -> None:
     assert pickles(ast.parse(code))
 
 
+ERRORS = re.compile(r"(Config|Data|Checkpoint|State|Numerics|Distributed)Error|Refusal|_Fault")
+# What ends a message in another place: a helper, or another error's text.
+ELSEWHERE = ("fix", "nearest(", "_not_utf8(", "reason", "lines[0]", "line if ", "wanted", "--help")
+
+
+def without_a_fix(tree: ast.AST) -> list[str]:
+    """The errors to users that do not say what is to be done."""
+    return [
+        text
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ERRORS.fullmatch(_called_name(node)) and node.args
+        for text in [ast.unparse(node)]
+        if "got " in text and not any(word in text for word in ELSEWHERE)
+    ]
+
+
+def test_errors_say_what_is_to_be_done() -> None:
+    trees = (ast.parse(p.read_text()) for p in (ROOT / "gla").rglob("*.py"))
+    assert [text for tree in trees for text in without_a_fix(tree)] == []
+    assert without_a_fix(ast.parse("raise ConfigError(f'x: got {x}, expected 1')"))
+
+
 # A process in which importing any of the named packages fails.
 BLOCKER = """
 import sys

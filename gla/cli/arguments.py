@@ -133,7 +133,9 @@ def read_with_overrides(
         )
     rest, unsectioned = _take_overrides(unknown, lambda option: True)
     if rest:
-        raise ConfigError(f"{prog}: got the extra argument {rest[0]!r}, expected none; remove it")
+        raise ConfigError(
+            f"{prog}: got the extra argument {rest[0]!r}, expected none; fix by removing it"
+        )
     return options, overrides + unsectioned
 
 

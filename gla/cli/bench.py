@@ -12,6 +12,7 @@ from typing import Any
 from gla.cli.arguments import call_one_of, print_json, require
 from gla.errors import ConfigError
 from gla.storage import make_folder
+from gla.tables import nearest
 
 _VARIANTS = ("softmax", "window", "linear", "gla", "mamba2")
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -63,7 +64,7 @@ def cost(
     names = list(dict.fromkeys(["softmax", *variants]))
     for name in names:
         if name not in known:
-            raise ConfigError(f"variants: got {name!r}, expected some of {', '.join(known)}")
+            raise ConfigError(f"--variants: got {name!r}, expected {nearest(name, known)}")
     options = Options(d_model, layers, 4096, _sorted(lengths), seconds, limit)
     rows = [row for name in names for row in measure_variant(name, options, place, _note)]
     figures = {

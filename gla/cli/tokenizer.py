@@ -31,7 +31,9 @@ def train(
         out: Folder to write, which must not hold a tokenizer yet.
     """
     if not sources:
-        raise ConfigError("SOURCES: got none, expected files, folders or other sources of text")
+        raise ConfigError(
+            "SOURCES: got none, expected files, folders or other sources of text; fix by naming one"
+        )
     from gla.data.corpus import Corpus
     from gla.data.tokenizer import Tokenizer
 

@@ -190,8 +190,9 @@ def load_suite(
     tables.pop("sizes", None)
     if size not in (None, "base"):
         if size not in sizes:
-            known = nearest(str(size), ["base", *sizes])
-            raise ConfigError(f"size: got {size!r}, expected {known}")
+            raise ConfigError(
+                f"--size: got {size!r}, expected {nearest(str(size), ['base', *sizes])}"
+            )
         tables = merge(tables, sizes[size])
     for key, text in overrides:
         tables = apply_overrides(tables, [(key, text)])
@@ -316,7 +317,7 @@ def _refuse_idle(task: Table, recipe: Table) -> None:
         )
     idle = {"data": "data" in task, "train.carry_state": recipe["train"].get("carry_state")}
     for key in (key for key, is_there in idle.items() if is_there):
-        raise ConfigError(f"{key}: got one for a synthetic task, expected none; remove it")
+        raise ConfigError(f"{key}: got one for a synthetic task, expected none; fix by removing it")
 
 
 def _options_of_text(options: Table, recipe: Table) -> Table:
@@ -334,7 +335,9 @@ def _options_of_text(options: Table, recipe: Table) -> Table:
         read.require(recipe["train"].get("seq_len", TrainConfig.model_fields["seq_len"].default))
         return {"kind": kind, **read.model_dump(mode="json")}
     if more := [key for key in options if key != "kind"]:
-        raise ConfigError(f"{more[0]}: got an option, expected none of kind 'encoder'; remove it")
+        raise ConfigError(
+            f"{more[0]}: got an option, expected none of kind 'encoder'; fix by removing it"
+        )
     return options
 
 

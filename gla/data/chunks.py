@@ -115,7 +115,10 @@ class ChunkLoader:
             stops.append(cuts[1:])
             labels.append(np.full(parts, label))
         if not labels:
-            raise DataError(f"{dataset.path}: got no document of {', '.join(classes)}")
+            raise DataError(
+                f"{dataset.path}: got no document of {', '.join(classes)}, expected some; fix "
+                "model.classes or the data"
+            )
         self._starts, self._stops = np.concatenate(starts), np.concatenate(stops)
         self._labels = np.concatenate(labels)
         self.num_samples = len(self._labels)

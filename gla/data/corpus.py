@@ -14,9 +14,11 @@ where on the machine a folder lies, so a split by name is the same everywhere.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import itertools
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -214,7 +216,9 @@ def _open(file: Path) -> BinaryIO:
     try:
         return open(file, "rb")
     except OSError as reason:
-        raise DataError(f"{file}: got {reason.strerror}, expected a readable file") from reason
+        raise DataError(
+            f"{file}: got {reason.strerror}, expected a readable file; fix its permissions"
+        ) from reason
 
 
 def _read_text(file: Path, name: str) -> Iterator[Document | _Fault]:
@@ -253,7 +257,10 @@ def _read_jsonl(file: Path, name: str, field: str) -> Iterator[Document | _Fault
             except UnicodeDecodeError as reason:
                 yield _Fault(_not_utf8(where, reason.start))
             except (ValueError, RecursionError) as reason:
-                yield _Fault(f"{where}: got a line that is no JSON ({reason}), expected an object")
+                yield _Fault(
+                    f"{where}: got a line that is no JSON ({reason}), expected an object; fix the "
+                    "line, or skip such lines with --max-bad"
+                )
             else:
                 yield _row(row, field, where, f"{name}:{number}")
 
@@ -273,7 +280,10 @@ def _read_parquet(file: Path, name: str, field: str) -> Iterator[Document | _Fau
                     yield _row(row, field, f"{file}: row {number}", f"{name}:{number}")
                     number += 1
     except (OSError, ValueError, arrow.ArrowException) as reason:
-        raise DataError(f"{file}: got a file that is no parquet ({_line(reason)})") from reason
+        raise DataError(
+            f"{file}: got a file that is no parquet ({_line(reason)}), expected one; fix by making "
+            "it again"
+        ) from reason
 
 
 def _read_hub(source: str, field: str) -> Iterator[Document | _Fault]:
@@ -283,15 +293,30 @@ def _read_hub(source: str, field: str) -> Iterator[Document | _Fault]:
     if unknown or not name:
         raise ConfigError(
             f"{source}: got {', '.join(unknown) or 'no name'}, expected hub:ORG/NAME with "
-            f"?{'&'.join(f'{key}=…' for key in _HUB_KEYS)}"
+            f"?{'&'.join(f'{key}=…' for key in _HUB_KEYS)}; fix by writing it so"
         )
     datasets = _import("datasets", f"{source}: a Hub dataset")
     try:
-        rows = datasets.load_dataset(name, streaming=True, **options)
+        with _without_warnings("huggingface_hub"):  # two lines for each of five retries
+            rows = datasets.load_dataset(name, streaming=True, **options)
         for number, row in enumerate(rows):
             yield _row(row, field, f"{source} row {number}", f"{source}:{number}")
     except Exception as reason:  # datasets and its HTTP client share no class of error
-        raise DataError(f"{source}: could not be read from the Hub ({_line(reason)})") from reason
+        raise DataError(
+            f"{source}: got no rows from the Hub ({_line(reason)}), expected some; fix the name "
+            "or the connection"
+        ) from reason
+
+
+@contextlib.contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _read_stdlib() -> Iterator[Document | _Fault]:
@@ -306,7 +331,9 @@ def _read_stdlib() -> Iterator[Document | _Fault]:
 def _row(row: Any, field: str, where: str, name: str) -> Document | _Fault:
     """Make a document of a row, or say what is wrong with it."""
     if not isinstance(row, dict):
-        return _Fault(f"{where}: got {type(row).__name__}, expected an object with {field!r}")
+        return _Fault(
+            f"{where}: got {type(row).__name__}, expected an object with {field!r}; fix the row"
+        )
     if field not in row:
         return _Fault(_no_text(where, field, row))
     text = row[field]
@@ -319,7 +346,9 @@ def _row(row: Any, field: str, where: str, name: str) -> Document | _Fault:
     try:
         text.encode()
     except UnicodeEncodeError as reason:
-        return _Fault(f"{where}: got a lone surrogate at character {reason.start}, expected text")
+        return _Fault(
+            f"{where}: got a lone surrogate at character {reason.start}, expected text; fix the row"
+        )
     return Document(name, text)
 
 

@@ -94,9 +94,12 @@ def prepare(
             use or holds something, or the disk refuses.
     """
     if not 0 < val_fraction < 1:
-        raise ConfigError(f"val_fraction: got {val_fraction}, expected above 0 and below 1")
+        raise ConfigError(
+            f"val_fraction: got {val_fraction}, expected above 0 and below 1; fix with a share "
+            "such as 0.05"
+        )
     if workers < 1:
-        raise ConfigError(f"workers: got {workers}, expected 1 or more")
+        raise ConfigError(f"workers: got {workers}, expected 1 or more; fix with 1 or more")
     out, tokenizer_dir = Path(out), Path(tokenizer_dir)
     tokenizer = Tokenizer.load(tokenizer_dir)  # a damaged one is an error before anything is read
     corpus = sources if isinstance(sources, Corpus) else Corpus(sources)
@@ -198,7 +201,9 @@ def _cut(document: Document, fraction: float) -> tuple[Document, Document]:
     """Cut a document at the last line's end within its first ``fraction``."""
     name, text = document
     if len(text) < 2:
-        raise DataError(f"{name}: got {len(text)} character, expected text for two splits")
+        raise DataError(
+            f"{name}: got {len(text)} character, expected text for two splits; fix by adding text"
+        )
     limit = min(max(1, round(len(text) * fraction)), len(text) - 1)
     at = text.rfind("\n", 0, limit) + 1 or limit
     return Document(name, text[:at]), Document(name, text[at:])

@@ -34,6 +34,7 @@ DOCUMENTS_FILE = "documents.bin"
 NAMES_FILE = "names.jsonl"
 SHARD_TOKENS = 1 << 27  # a shard ends with the document that reaches this many
 DIGEST_BYTES = 16
+_ANEW = "by preparing the data again"
 _DOCUMENT = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("digest", "u1", (DIGEST_BYTES,))])
 
 
@@ -251,8 +252,11 @@ class TokenDataset:
         """
         path = Path(path)
         if not path.is_dir():
-            raise DataError(f"{path}: got no folder, expected one from `gla data prepare`")
-        files = verify_folder(path, error=DataError, contents=verify)
+            raise DataError(
+                f"{path}: got no folder, expected one from `gla data prepare`; fix the path, or "
+                "prepare it"
+            )
+        files = verify_folder(path, error=DataError, contents=verify, fix=_ANEW)
         index = _read_index(path / INDEX_FILE)
         _check_sizes(path, index, files)
         hashes = json.dumps({name: facts["sha256"] for name, facts in sorted(files.items())})
@@ -311,9 +315,9 @@ def _read_index(file: Path) -> _Index:
     try:
         index = _Index.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as reason:
-        raise DataError(f"{file}: got an index that cannot be read; fix by preparing again") from (
-            reason
-        )
+        raise DataError(
+            f"{file}: got an index that cannot be read, expected that of a split; fix {_ANEW}"
+        ) from reason
     if index.format != FORMAT:
         raise DataError(f"{file}: got format {index.format}, expected {FORMAT}; fix by updating")
     return index
@@ -327,6 +331,9 @@ def _check_sizes(path: Path, index: _Index, files: dict[str, dict]) -> None:
     expected[DOCUMENTS_FILE] = index.num_documents * _DOCUMENT.itemsize
     for name, size in expected.items():
         if (got := files.get(name, {}).get("size")) != size:
-            raise DataError(f"{path / name}: got {got} bytes, expected {size}; fix by preparing")
+            raise DataError(f"{path / name}: got {got} bytes, expected {size}; fix {_ANEW}")
     if sum(index.shard_tokens) != index.num_tokens:
-        raise DataError(f"{path / INDEX_FILE}: got shards that do not add up to its tokens")
+        raise DataError(
+            f"{path / INDEX_FILE}: got shards that do not add up to its tokens, expected so; "
+            f"fix {_ANEW}"
+        )

@@ -66,7 +66,10 @@ class Tokenizer:
         try:
             processor.LoadFromSerializedProto(model)
         except RuntimeError as reason:
-            raise DataError(f"{where}: got bytes that are no SentencePiece model") from reason
+            raise DataError(
+                f"{where}: got bytes that are no SentencePiece model, expected one; fix by "
+                "training the tokenizer again"
+            ) from reason
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.vocab_size: int = processor.get_piece_size()
         self.bos_id: int = processor.bos_id()
@@ -77,7 +80,7 @@ class Tokenizer:
         if min(self.bos_id, self.eos_id) < 0 or not all(map(processor.is_byte, self._byte_ids)):
             raise DataError(
                 f"{where}: got a model without <s>, </s> and 256 byte pieces, expected one written "
-                "by `gla tokenizer train`"
+                "by `gla tokenizer train`; fix by training one"
             )
         self.piece_bytes = np.array([len(piece) for piece in self._bytes], dtype=np.int32)
         self._words = _Words(processor, self._byte_ids)
@@ -134,7 +137,9 @@ class Tokenizer:
             DataError: The source cannot be read, is empty, or ``out`` holds a tokenizer.
         """
         if vocab_size < SMALLEST:
-            raise ConfigError(f"vocab_size: got {vocab_size}, expected at least {SMALLEST}")
+            raise ConfigError(
+                f"vocab_size: got {vocab_size}, expected at least {SMALLEST}; fix by raising it"
+            )
         out = Path(out)
         if (out / FACTS_FILE).exists():
             raise DataError(
@@ -214,11 +219,15 @@ class Tokenizer:
             return b""
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise DataError(
-                f"ids: got {array.dtype} of shape {array.shape}, expected a row of integers"
+                f"ids: got {array.dtype} of shape {array.shape}, expected a row of integers; fix "
+                "by giving what encode returned"
             )
         if array.min() < 0 or array.max() >= self.vocab_size:
             wrong = array[(array < 0) | (array >= self.vocab_size)][0]
-            raise DataError(f"ids: got {wrong}, expected 0 to {self.vocab_size - 1}")
+            raise DataError(
+                f"ids: got {wrong}, expected 0 to {self.vocab_size - 1}; fix by giving ids of this "
+                "tokenizer"
+            )
         return b"".join(map(self._bytes.__getitem__, array.tolist()))
 
 

@@ -159,7 +159,10 @@ def learn(texts: list[str], vocab_size: int) -> bytes:
             f"vocab_size: got {vocab_size}, expected at most {largest[1]} for this text; fix by "
             "lowering it or adding text"
         )
-    raise DataError(f"tokenizer: SentencePiece could not train ({reason})")
+    raise DataError(
+        f"tokenizer: got an error of SentencePiece ({reason}), expected a model; fix with more "
+        "text or another vocab_size"
+    )
 
 
 def _run_trainer(counts: Counter[str], common: set[str], vocab_size: int) -> bytes:

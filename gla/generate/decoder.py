@@ -28,6 +28,7 @@ from gla.models.inputs import check_step
 from gla.models.language_model import LanguageModel
 from gla.models.weights import gather
 from gla.state import ModelState
+from gla.tables import nearest
 
 WIDTHS = ("fp32", "bf16", "int8")
 PREFILL_TOKENS = 2048  # read at once, over all rows
@@ -190,7 +191,7 @@ def narrow(model: LanguageModel, weights: str) -> LanguageModel:
         ConfigError: another word.
     """
     if weights not in WIDTHS:
-        raise ConfigError(f"weights: got {weights!r}, expected one of {', '.join(WIDTHS)}; fix it")
+        raise ConfigError(f"weights: got {weights!r}, expected {nearest(str(weights), WIDTHS)}")
     if weights == "int8":
         if model.head is None:  # tied: rows are looked up in the one, and multiplied in the other
             model.head = cast(Linear, Int8Linear(model.embed.weight, None))

@@ -138,17 +138,19 @@ class Server:
             timer.cancel()
         try:
             if self._local and not is_local(_hostname(request.host)):
-                raise Refusal(403, f"Host: got {request.host[:100]!r}, expected a local name")
+                asked = f"Host: got {request.host[:100]!r}, expected a local name"
+                raise Refusal(403, f"{asked}; fix by asking localhost, or serve with --host")
             with self._counted(request):
                 response = await handler(request)
         except Refusal as refusal:
             response = _refused(refusal)
         except web.HTTPRequestEntityTooLarge:
             limit = self._limits.body
-            response = _refused(Refusal(413, f"body: got more than {limit} bytes; fix the size"))
+            text = f"body: got more than {limit} bytes, expected at most that; fix by sending less"
+            response = _refused(Refusal(413, text))
         except web.HTTPException as reason:
             asked = f"{request.method} {request.path[:100]!r}"
-            text = f"request: got {asked} ({reason.reason}), expected what the README names"
+            text = f"request: got {asked} ({reason.reason}), expected what the README names; fix it"
             response = _refused(Refusal(reason.status, text))
         if not response.prepared:
             response.headers.update(_SECURITY_HEADERS)
@@ -208,7 +210,7 @@ class Server:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = protocol.parse(CompletionBody, await self._body(request))
         if body.model not in (None, self._name):
-            raise Refusal(404, f"model: got {body.model[:100]!r}, expected {self._name!r}")
+            raise Refusal(404, f"model: got {body.model[:100]!r}, expected {self._name!r}; fix it")
         prompts = protocol.prompts_of(body, self._limits)
         requests = protocol.requests_of(body, len(prompts), self._session.tokenizer.vocab_size)
         texts = [prompt for prompt in prompts for _ in range(body.n)]
@@ -297,7 +299,9 @@ class Server:
         # A page of another site cannot send this type without asking first, and is not answered.
         if request.content_type != "application/json":
             raise Refusal(
-                415, f"Content-Type: got {request.content_type[:100]!r}, expected application/json"
+                415,
+                f"Content-Type: got {request.content_type[:100]!r}, expected application/json; fix "
+                "the header",
             )
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise Refusal(
@@ -307,7 +311,10 @@ class Server:
             async with asyncio.timeout(_BODY_SECONDS):
                 return await request.read()
         except TimeoutError:
-            raise Refusal(408, f"body: got no end of it in {_BODY_SECONDS} s") from None
+            raise Refusal(
+                408,
+                f"body: got no end of it in {_BODY_SECONDS} s, expected one; fix by sending less",
+            ) from None
 
     @contextlib.asynccontextmanager
     async def _submitted(self, work: _Work) -> AsyncIterator[None]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from gla.errors import ConfigError
 
+STOPS = "server: got a request while it stops, expected none; fix by asking again later"
+
 
 @dataclass(frozen=True)
 class Limits:

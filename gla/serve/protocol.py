@@ -105,9 +105,14 @@ def parse(kind: type[Body], data: bytes) -> Body:
         table = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
         json.dumps(table, ensure_ascii=False).encode()  # finds lone surrogates, wherever they are
     except (ValueError, RecursionError) as reason:
-        raise Refusal(400, f"body: got no JSON ({str(reason)[:100]}), expected an object") from None
+        raise Refusal(
+            400,
+            f"body: got no JSON ({str(reason)[:100]}), expected an object; fix the body",
+        ) from None
     if not isinstance(table, dict):
-        raise Refusal(400, f"body: got {type(table).__name__}, expected a JSON object")
+        raise Refusal(
+            400, f"body: got {type(table).__name__}, expected a JSON object; fix by sending one"
+        )
     unknown = next((key for key in table if key not in kind.model_fields), None)
     if unknown is not None:  # one of them is told, as above
         table = {unknown: table[unknown]}

@@ -19,7 +19,7 @@ from gla.generate.batch import Batch, Row
 from gla.generate.reading import Reader
 from gla.generate.session import Session
 from gla.generate.writer import Request, Token
-from gla.serve.limits import Limits, Refusal
+from gla.serve.limits import STOPS, Limits, Refusal
 
 PIECE_CHARACTERS = 2048  # read at once while others write
 
@@ -85,7 +85,7 @@ class Scheduler:
         """
         with self._wake:
             if self._closing:
-                raise Refusal(503, "server: got a request while it stops, expected none; fix later")
+                raise Refusal(503, STOPS)
             free = self._limits.concurrency - len(self._reading) - len(self._writing)
             waiting = len(self._queue) + len(jobs) - max(0, free)
             if waiting > self._limits.queue:
@@ -210,7 +210,7 @@ class Scheduler:
             waiting = [*self._reading, *self._queue]
             self._queue.clear()
         for job in waiting:
-            self._end(job, error=Refusal(503, "server: got no time to read before it stopped"))
+            self._end(job, error=Refusal(503, STOPS))
 
     def _end(
         self,
@@ -240,4 +240,4 @@ def _refusal(reason: Exception) -> Refusal:
     if isinstance(reason, GlaError):
         return Refusal(400, str(reason))
     _log.error("a request is refused for a fault of the server", exc_info=reason)
-    return Refusal(500, "server: got an internal fault; see its log")
+    return Refusal(500, "server: got an internal fault, expected none; fix what its log says")

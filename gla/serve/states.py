@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from gla import storage
 from gla.errors import ConfigError, StateError
 from gla.generate.session import Session
-from gla.serve.limits import Limits, Refusal
+from gla.serve.limits import STOPS, Limits, Refusal
 
 _log = logging.getLogger("gla.serve")
 
@@ -87,9 +87,7 @@ class StateStore:
         """
         with self._lock:
             if name not in self._known:
-                raise Refusal(
-                    404, f"state: got {name!r}, expected a name that GET /v1/states lists"
-                )
+                raise _unknown(name)
             session = self._memory.get(name)
             if session is not None:
                 self._memory.move_to_end(name)
@@ -128,9 +126,7 @@ class StateStore:
         """
         with self._lock:
             if name not in self._known:
-                raise Refusal(
-                    404, f"state: got {name!r}, expected a name that GET /v1/states lists"
-                )
+                raise _unknown(name)
             self._unwritten[name] = self._submit(self._remove, name)
             del self._known[name]
             self._memory.pop(name, None)
@@ -161,7 +157,7 @@ class StateStore:
         try:
             future = self._writer.submit(work, *given)
         except RuntimeError:  # it was closed
-            raise Refusal(503, "server: got a request while it stops, expected none") from None
+            raise Refusal(503, STOPS) from None
         future.add_done_callback(_tell)
         return future
 
@@ -205,6 +201,11 @@ def _written(future: Future[None]) -> bool:
 def _tell(future: Future[None]) -> None:
     if (reason := future.exception()) is not None:
         _log.error("a state is in memory only, and is written again at the end: %s", reason)
+
+
+def _unknown(name: str) -> Refusal:
+    wanted = "a name that GET /v1/states lists; fix the name"
+    return Refusal(404, f"state: got {name!r}, expected {wanted}")
 
 
 def _busy(folder: Path, process: str) -> ConfigError:

@@ -151,7 +151,10 @@ def write(folder: Path, snapshot: Snapshot) -> None:
             for file, tensors in snapshot.tensors.items():
                 save_file(tensors, temporary / file)
         except SafetensorError as reason:
-            raise CheckpointError(f"{folder}: got {reason} while writing") from reason
+            raise CheckpointError(
+                f"{folder}: got {reason} while writing, expected a writable disk with free space; "
+                "fix by freeing space"
+            ) from reason
         text = json.dumps(snapshot.facts.model_dump(), indent=1, allow_nan=False)
         (temporary / "trainer.json").write_text(text)
         (temporary / "config.toml").write_text(snapshot.config_toml, encoding="utf-8")
@@ -232,7 +235,10 @@ def check_tensors(file: Path, got: Mapping[str, Tensor], expected: Mapping[str, 
             )
     if faults:
         more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
-        raise CheckpointError(f"{file}: {'; '.join(sorted(faults)[:_LISTED])}{more}")
+        raise CheckpointError(
+            f"{file}: got other tensors than expected: {'; '.join(sorted(faults)[:_LISTED])}{more}"
+            "; fix the recipe to be that of the checkpoint"
+        )
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -347,4 +353,6 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as reason:
-        raise CheckpointError(f"{file}: got {reason}, expected a safetensors file") from reason
+        raise CheckpointError(
+            f"{file}: got {reason}, expected a safetensors file; fix by restoring it from a copy"
+        ) from reason

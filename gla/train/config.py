@@ -293,7 +293,10 @@ def apply_overrides(
         for parent in parents:
             table = table.setdefault(parent, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"{key}: got a key below {parent!r}, which is a value, no table")
+                raise ConfigError(
+                    f"{key}: got a key below {parent!r}, which is a value, expected a table; fix "
+                    "the key"
+                )
         table[name] = _parse(text, _annotation(key))
     return merged
 

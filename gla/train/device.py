@@ -28,7 +28,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as reason:
         raise ConfigError(
-            f"device: got {name!r}, expected auto, cpu, cuda, cuda:N or mps"
+            f"device: got {name!r}, expected auto, cpu, cuda, cuda:N or mps; fix by naming one of "
+            "them"
         ) from reason
     count = torch.cuda.device_count()
     absent = {
@@ -62,7 +63,8 @@ def resolve_precision(wanted: str, device: torch.device) -> str:
         return "bf16" if native() else "fp32"
     if wanted == "bf16" and device.type == "cuda" and not native():
         raise ConfigError(
-            "train.precision: got 'bf16' on a GPU without it, expected 'fp32' or 'auto'"
+            "train.precision: got 'bf16' on a GPU without it, expected 'fp32' or 'auto'; fix with "
+            "--train.precision auto"
         )
     return wanted
 

@@ -36,10 +36,7 @@ def verified(run: Path, step: int) -> Path:
             f"--step: got {step}, expected a step with a checkpoint in {folder.parent} ({known}); "
             "fix --step, and keep more of them with checkpoint.keep"
         )
-    try:
-        storage.verify_folder(folder)
-    except CheckpointError as reason:
-        raise CheckpointError(f"{reason}; fix with another --step ({known})") from reason
+    storage.verify_folder(folder, fix=f"with another --step ({known})")
     return folder
 
 

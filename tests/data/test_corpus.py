@@ -261,7 +261,9 @@ def test_the_real_package_reads_a_dataset(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     with pytest.raises(DataError, match=r"row 0: got columns text, expected 'body'"):
         read("hub:org/set", text_field="body")
-    with pytest.raises(DataError, match=r"hub:org/set\?split=test: could not be read") as caught:
+    with pytest.raises(
+        DataError, match=r"hub:org/set\?split=test: got no rows from the Hub"
+    ) as caught:
         read("hub:org/set?split=test")
     assert "\n" not in str(caught.value)
 

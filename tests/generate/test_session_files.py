@@ -11,7 +11,7 @@ import torch
 import gla.generate.writer as writer_module
 from gla.data.corpus import Document
 from gla.data.tokenizer import Tokenizer
-from gla.errors import CheckpointError, DataError, StateError
+from gla.errors import ConfigError, DataError, StateError
 from gla.generate.decoder import Decoder
 from gla.generate.session import Session
 
@@ -191,7 +191,7 @@ def test_a_state_that_no_session_wrote_is_refused(run, model, tmp_path):
 
 
 def test_what_is_missing_from_a_run_is_named(run, tmp_path):
-    with pytest.raises(CheckpointError, match="nowhere"):
+    with pytest.raises(ConfigError, match="nowhere: got no config"):
         Session.open(tmp_path / "nowhere")
     shutil.rmtree(run / "tokenizer")
     with pytest.raises(DataError, match="tokenizer"):
