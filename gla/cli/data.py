@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from gla.cli.arguments import call_one_of
 from gla.cli.tokenizer import Sources
@@ -22,7 +25,7 @@ def prepare(
     tokenizer: Path,
     out: Path,
     val_fraction: float = 0.05,
-    weights: tuple[float, ...] = (),
+    weights: Annotated[tuple[float, ...], tyro.conf.arg(help_behavior_hint="")] = (),
     text_field: str = "text",
     max_bad: int = 0,
     workers: int = 1,
@@ -60,13 +63,18 @@ def prepare(
     seconds = time.perf_counter() - began
     for name, split in (("train", done.train), ("val", done.val)):
         print(
-            f"{out / name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
-            f"{split.num_bytes:,} bytes of text"
+            f"{out / name}: {_counted(split.num_documents, 'document')}, {split.num_tokens:,} "
+            f"tokens, {split.num_bytes:,} bytes of text"
         )
-    print(f"left out: {done.duplicates:,} duplicates, {done.skipped:,} faulty records")
+    left_out = (_counted(done.duplicates, "duplicate"), _counted(done.skipped, "faulty record"))
+    print(f"left out: {', '.join(left_out)}")
     if (mixture := corpus.end_of_mixture()) is not None:
         print(mixture)
     size = done.train.num_bytes + done.val.num_bytes - done.resumed_bytes
     print(f"speed: {size / 1e6 / seconds:,.1f} MB of text a second, in {seconds:.1f} s")
     print(f"next: gla train RECIPE --data.path {out}")
     return 0
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

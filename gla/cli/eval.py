@@ -70,7 +70,7 @@ def evaluate(
         print_json({**figures, **({"references": rows} if rows else {})})
         return 0
     lines = [f"{name:<19} {row['bpb']:.4f} bits/byte" for name, row in rows.items()]
-    print("\n".join([*describe(figures), *lines]))
+    print("\n".join([*describe(figures), *_unread(figures, batches), *lines]))
     return 0
 
 
@@ -114,6 +114,15 @@ def describe(figures: Mapping[str, float | int]) -> list[str]:
     return [*lines, f"read        {', '.join(counts)}"]
 
 
+def _unread(figures: Mapping[str, float | int], batches: int) -> list[str]:
+    """Say why an encoder, or so many batches, did not read all of the split."""
+    why = [f"--batches {batches}"] if batches else []
+    why += ["only documents of a class are read"] if "chunks" in figures else []
+    if not why or figures["tokens"] >= figures["split_tokens"]:
+        return []
+    return [f"            of {figures['split_tokens']:,} in the split: {', '.join(why)}"]
+
+
 def measure(
     run: Path,
     data: Path | None = None,
@@ -125,7 +134,7 @@ def measure(
     allow_tokenizer_change: bool = False,
     allow_nonfinite: bool = False,
 ) -> dict[str, float | int]:
-    """Return ``loss`` and what else ``gla eval --help`` names.
+    """Return ``loss``, what else ``gla eval --help`` names, and ``split_tokens``, of all the split.
 
     Raises:
         ConfigError: No run there, or no such device.
@@ -171,11 +180,12 @@ def measure(
         from gla.train.encoder_objective import evaluate_encoder
 
         encoder = Encoder.load(checkpoint, str(place), **options)
-        return evaluate_encoder(
+        figures = evaluate_encoder(
             encoder, config, dataset, tokenizer, batches=batches, precision=precision
         )
+        return {**figures, "split_tokens": dataset.num_tokens}
     seq_len = config.eval.seq_len or config.train.seq_len
-    return evaluate(
+    figures = evaluate(
         LanguageModel.load(checkpoint, str(place), **options),
         dataset,
         tokenizer.piece_bytes,
@@ -184,3 +194,4 @@ def measure(
         batches=batches,
         precision=precision,
     )
+    return {**figures, "split_tokens": dataset.num_tokens}

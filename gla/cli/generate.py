@@ -6,7 +6,9 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from gla.cli.arguments import Run, call
 from gla.errors import ConfigError
@@ -41,7 +43,7 @@ def generate(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     frequency_penalty: float = 0.0,
-    stop: tuple[str, ...] = (),
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="")] = (),
     seed: int | None = None,
     device: str = "auto",
     weights: str = "fp32",

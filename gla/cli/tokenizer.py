@@ -11,7 +11,11 @@ import tyro
 from gla.cli.arguments import call_one_of
 from gla.errors import ConfigError
 
-Sources = Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCES…")]
+Sources = Annotated[
+    list[str],
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="SOURCES…", help_behavior_hint="(one or more)"),
+]
 
 
 def run(argv: Sequence[str]) -> int:

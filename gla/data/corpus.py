@@ -141,10 +141,14 @@ class Corpus:
         """Say which source ended the mixture, and how much was read; None without weights."""
         if not self.weights or self._ended < 0:
             return None
+
+        def documents(count: int) -> str:
+            return f"{count:,} document{'' if count == 1 else 's'} used"
+
         pairs = list(zip(self.sources, self._used, strict=True))
         name, used = pairs.pop(self._ended)
-        others = "; ".join(f"{other}: {count:,} documents used" for other, count in pairs)
-        return f"mixture: ended where {name} ran out, with all of its {used:,} documents used" + (
+        others = "; ".join(f"{other}: {documents(count)}" for other, count in pairs)
+        return f"mixture: ended where {name} ran out, with all of its {documents(used)}" + (
             f"; {others}, the rest left out" if others else ""
         )
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from gla import state as states
+from gla.data.loader import Loader, TokenDataset
 from gla.data.prepare import made_from
 from gla.models.encoder import Encoder
 from gla.models.language_model import LanguageModel
 from gla.train.config import RunConfig
 from gla.train.device import autocast, resolve_device, resolve_precision
-from gla.train.encoder_objective import encoder_config
+from gla.train.encoder_objective import encoder_config, loader_of, with_classes
 from gla.train.inputs import is_prepared, tokenizer_of, with_vocab_size
 from gla.train.model import build_encoder, build_language_model
 from gla.train.optim import build_optimizer, moment_bytes
@@ -27,7 +28,8 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
     """Say what training would take. Nothing is written, downloaded or trained.
 
     Returns:
-        ``parameters``, ``tokens_per_step``, ``tokens`` (of the whole run), ``precision``,
+        ``parameters``, ``tokens_per_step``, ``tokens`` (of the whole run), ``epochs`` (how often
+        these read the training split; None where it is not prepared), ``precision``,
         ``weights_bytes`` (with gradients and moments), ``activation_bytes`` (what a micro-batch
         keeps for its backward pass, measured on two short rows and extended),
         ``checkpoint_bytes``, ``decode_state_bytes`` (of one sequence), ``data`` (path, whether it
@@ -57,6 +59,7 @@ def plan(config: RunConfig, device: str = "auto") -> dict[str, Any]:
         "precision": precision,
         "tokens_per_step": train.global_batch_size * train.seq_len,
         "tokens": train.steps * train.global_batch_size * train.seq_len,
+        "epochs": _epochs(config) if prepared else None,
         "weights_bytes": 2 * weights + moments,
         "activation_bytes": max(0, round(activations)),
         "checkpoint_bytes": weights + moments,
@@ -77,6 +80,7 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
     data = figures["data"]
     state = "prepared" if data["prepared"] else "not prepared yet"
     gib = {k: f"{figures[k] / 2**30:.2f} GiB" for k in ("weights_bytes", "activation_bytes")}
+    epochs = None if figures["epochs"] is None else f"{figures['epochs']:.2f}"
     unnamed = "not recorded in the prepared data" if data["prepared"] else "none named"
     return [
         f"parameters        {figures['parameters']:,}",
@@ -84,6 +88,7 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
         f"device            {figures['device']}, {figures['precision']}",
         f"tokens per step   {figures['tokens_per_step']:,}",
         f"tokens in all     {figures['tokens']:,}",
+        f"epochs            {'known once the data are prepared' if epochs is None else epochs}",
         f"memory            {gib['weights_bytes']} for weights, gradients and moments, "
         f"about {gib['activation_bytes']} for a micro-batch",
         f"checkpoint        {figures['checkpoint_bytes'] / 2**20:.1f} MiB",
@@ -91,6 +96,21 @@ def describe(figures: Mapping[str, Any]) -> list[str]:
         f"data              {data['path']} ({state}), vocabulary {data['vocab_size']:,}",
         f"data sources      {', '.join(data['sources']) or unnamed}",
     ]
+
+
+def _epochs(config: RunConfig) -> float:
+    """How often the steps of a recipe go through its training split, as its loader reads it."""
+    train, dataset = config.train, TokenDataset.open(Path(config.data.path) / "train", verify=False)
+    rows = train.steps * train.global_batch_size
+    if train.carry_state:
+        return rows * train.seq_len / dataset.num_tokens
+    if config.objective.kind == "next_token":
+        source = Loader(dataset, train.seq_len, train.seed, isolate=train.isolate_documents)
+    else:
+        tokenizer = tokenizer_of(config.data)
+        config = with_classes(config, dataset)
+        source = loader_of(config, dataset, tokenizer, train.seq_len, train.seed)
+    return rows / source.num_samples
 
 
 def _made_from(path: str) -> list[str]:

@@ -187,6 +187,15 @@ def test_eval_prints_the_same_figures_in_both_ways(
     )
 
 
+def test_eval_says_why_it_has_not_read_the_whole_split(
+    place: Path, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = json.loads((place / "data" / "val" / "index.json").read_text())["num_tokens"]
+    assert "in the split" not in output_of(capsys, "eval", run)
+    text = output_of(capsys, "eval", run, "--batches", "1")
+    assert text.endswith(f"of {whole:,} in the split: --batches 1\n")
+
+
 def test_eval_prints_references_if_asked(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "references" not in figures_of(capsys, "eval", run)
     rows = figures_of(capsys, "eval", run, "--references")["references"]

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gla.cli.eval import describe, evaluate, measure
 from gla.data.chunks import ChunkLoader
-from gla.data.loader import IGNORE
+from gla.data.loader import IGNORE, TokenDataset
 from gla.data.prepare import prepare
 from gla.data.tokenizer import Tokenizer
 from gla.errors import CheckpointError, ConfigError
@@ -107,6 +108,7 @@ def test_classes_are_learned_found_and_written_into_the_recipe(encoder_recipe, t
     model = Encoder.load(tmp_path / "run")
     assert model.config.classes == ["blue", "green", "red"]
     figures = measure(tmp_path / "run")
+    assert figures.pop("split_tokens") >= figures["tokens"]
     assert figures == result.validation
     assert figures["accuracy"] > 0.9 and figures["macro_f1"] > 0.9
     assert figures["majority"] < 0.7
@@ -115,6 +117,20 @@ def test_classes_are_learned_found_and_written_into_the_recipe(encoder_recipe, t
     assert last["val_macro_f1"] == figures["macro_f1"]
     text = "\n".join(describe(figures))
     assert f"accuracy    {figures['accuracy']:.2%}" in text and "macro-F1" in text
+
+
+def test_documents_of_no_class_are_told_of(encoder_recipe, tmp_path, folder, capsys):
+    config = encoder_recipe(train__steps=1, objective__exclude=["blue"])
+    read = TokenDataset.open(folder / "train")
+    sizes = zip(read.document_names, np.diff(read.document_starts), strict=True)
+    chunks = sum(-(-n // config.train.seq_len) for name, n in sizes if "blue" not in name)
+    assert plan(config, "cpu")["epochs"] == config.train.global_batch_size / chunks
+    train(config, tmp_path / "run")
+    capsys.readouterr()
+    assert evaluate(tmp_path / "run") == 0
+    whole = json.loads((folder / "val" / "index.json").read_text())["num_tokens"]
+    said = f"of {whole:,} in the split: only documents of a class are read\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_a_run_keeps_its_objective(encoder_recipe, tmp_path):
@@ -131,6 +147,7 @@ def test_masked_tokens_are_learned(encoder_recipe, tmp_path):
     first = next(x for x in lines(tmp_path / "run"))
     assert abs(first["loss"] - 5.70) < 0.17  # ln 300
     figures = measure(tmp_path / "run")
+    assert figures.pop("split_tokens") >= figures["tokens"]
     assert figures == result.validation
     assert figures["loss"] < 4.3 and figures["accuracy"] > 0.05
     assert "nats per token asked for" in describe(figures)[0]

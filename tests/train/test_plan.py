@@ -32,6 +32,18 @@ def test_the_figures_are_those_of_the_model(recipe: Recipe) -> None:
     json.dumps(figures, allow_nan=False)
 
 
+def test_epochs_are_how_often_the_data_are_read(recipe: Recipe, tmp_path: Path) -> None:
+    tokens = json.loads((Path(recipe().data.path) / "train" / "index.json").read_text())
+    once = tokens["num_tokens"] / (4 * 64)  # steps, were there no empty places in rows
+    assert plan(recipe(train__steps=9, train__carry_state=True), "cpu")["epochs"] == 9 / once
+    figures = plan(recipe(train__steps=300), "cpu")
+    assert 0.95 * 300 / once < figures["epochs"] <= 300 / once
+    assert f"epochs            {figures['epochs']:.2f}" in describe(figures)
+    unknown = plan(recipe(data__path=str(tmp_path / "none"), data__vocab_size=300), "cpu")
+    assert unknown["epochs"] is None
+    assert "epochs            known once the data are prepared" in describe(unknown)
+
+
 def test_prepared_data_name_what_they_were_made_from(recipe: Recipe, tmp_path: Path) -> None:
     config = recipe()
     texts = str(Path(config.data.path).parent / "texts")
