@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from gla.errors import ConfigError
+from gla.storage import make_folder
 
 Options = TypeVar("Options")
 Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
@@ -177,6 +178,19 @@ def require(option: str, value: float | None, least: float, *, above: bool = Fal
         f"--{option}: got {value:g}, expected {wanted} {least:g}; fix by giving more, or leave it "
         "out for the default"
     )
+
+
+def make_room(file: Path, option: str) -> None:
+    """Make the folders of a file that is to be written.
+
+    Raises:
+        ConfigError: It is a folder, or they cannot be made.
+    """
+    if file.is_dir():
+        raise ConfigError(
+            f"{option}: got {file}, a folder, expected a file; fix by naming a file in it"
+        )
+    make_folder(file.parent, option)
 
 
 def print_json(figures: Mapping[str, Any]) -> None:

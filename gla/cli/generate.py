@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gla.cli.arguments import Run, call
+from gla.cli.arguments import Run, call, make_room
 from gla.errors import ConfigError
-from gla.storage import make_folder
 
 if TYPE_CHECKING:
     from gla.generate.reading import Source
@@ -89,10 +88,6 @@ def generate(
             "stdin: got --stdin with --interactive, which reads it too, expected one of them; fix "
             "with --prompt-file"
         )
-    if state_out is not None and state_out.is_dir():
-        raise ConfigError(
-            f"--state-out: got {state_out}, a folder, expected a file; fix by naming a file in it"
-        )
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack characters that come out
         sys.stdout.reconfigure(errors="backslashreplace")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty)
@@ -101,7 +96,7 @@ def generate(
         raise ConfigError(f"--prompt-file: got {prompt_file}, no file, expected one; fix the path")
     where = str(resolve_device(device))
     if state_out is not None:  # before anything is written for it
-        make_folder(state_out.parent, "--state-out")
+        make_room(state_out, "--state-out")
     session = Session.open(run, device=where, weights=weights, impl=impl, compiled=compile)
     Writer(request, session.tokenizer)  # refuses what does not fit before a long text is read
     if state_in is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gla.cli.arguments import make_room
 from gla.cli.interrupt import interruptible
 from gla.errors import GlaError
 
@@ -64,7 +66,7 @@ class _Talk:
     def fork(self, name: str) -> str:
         """Go to a branch, and make it if there is none of this name."""
         if not name:
-            return f"/fork: got no name, expected one; branches: {', '.join(self.branches)}"
+            return f"/fork: got no name, expected one; fix with /fork {' or '.join(self.branches)}"
         known = name in self.branches
         if not known:
             self.branches[name] = _Branch(self.branch.session.fork(), list(self.branch.marks))
@@ -76,6 +78,7 @@ class _Talk:
         """Write the state of the branch."""
         if not file:
             return "/save: got no file, expected one; fix with /save FILE"
+        make_room(Path(file), "/save")
         self.branch.session.save(file)
         return f"saved {file}, at token {self.branch.session.position}"
 
@@ -114,7 +117,7 @@ def converse(session: Session, request: Request) -> int:
             if command in talk.commands:
                 print(talk.commands[command](argument.strip()), file=sys.stderr)
             elif command.startswith("/"):
-                print(f"{command}: got an unknown command; /help lists them", file=sys.stderr)
+                print(f"{command}: got an unknown command; fix with /help", file=sys.stderr)
             else:
                 talk.turn(line)
         except BrokenPipeError:  # nobody listens any more

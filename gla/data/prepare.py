@@ -344,8 +344,10 @@ def _lock(out: Path) -> Iterator[None]:
             out.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(out.parent / f".{out.name}.lock", busy))
         except OSError as reason:
+            below = isinstance(reason, FileExistsError | NotADirectoryError)
+            what = "a path below a file" if below else reason.strerror
             raise DataError(
-                f"{out}: got {reason.strerror}, expected a place that can be written; fix the path "
+                f"{out}: got {what}, expected a place that can be written; fix the path "
                 "or its permissions"
             ) from reason
         yield

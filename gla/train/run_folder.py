@@ -48,7 +48,9 @@ def create(run: Path, config_toml: str, tokenizer: Path, facts: Mapping[str, Any
 
 
 def refuse_existing(run: Path) -> None:
-    """Raise a ConfigError if the folder holds a run."""
+    """Raise a ConfigError if the folder holds a run, or is none."""
+    if run.exists():
+        storage.make_folder(run, "--run")
     if (run / CONFIG).exists():
         raise ConfigError(
             f"{run}: got a folder that holds a run, expected a new one; "

@@ -310,6 +310,7 @@ while each
 /rewind 7
 while each
 /save {tmp_path / "talk.state"}
+/save {tmp_path}
 /fork main
 while each
 /what
@@ -321,8 +322,9 @@ while each
     notes = shown.err.splitlines()
     assert notes[0].startswith("made branch other, at token ")
     assert notes[1].startswith("rewound 1 turn, ") and "got 7, expected 1 to 1 turns" in notes[2]
-    assert "talk.state" in notes[3] and notes[4].startswith("in branch main")
-    assert notes[5].startswith("/what: got an unknown command")
+    assert "talk.state" in notes[3] and f"/save: got {tmp_path}, a folder, expected" in notes[4]
+    assert notes[5].startswith("in branch main")
+    assert notes[6].startswith("/what: got an unknown command")
     text = shown.out
     first = output_of(capsys, "generate", run, "--prompt", "the state\n", *options)
     assert text.startswith(first.removeprefix("the state\n"))

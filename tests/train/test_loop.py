@@ -232,7 +232,7 @@ def test_a_folder_that_cannot_be_written_fails_before_step_1(
     tmp_path: Path, recipe: Recipe
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"expected a folder that can be written"):
+    with pytest.raises(ConfigError, match=r"got a path below a file, expected a folder"):
         train(recipe(), tmp_path / "file" / "run", device="cpu")
 
 
