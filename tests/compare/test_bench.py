@@ -129,7 +129,7 @@ def test_lengths_beyond_the_limit_are_left_out(capsys: pytest.CaptureFixture[str
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["seconds"] is None for row in rows] == [False, True] * 3
     assert main(["bench", "cost", "--variants", "glaa"]) == 2
-    assert "variants: got 'glaa', expected some of linear" in capsys.readouterr().err
+    assert "--variants: got 'glaa', expected one of linear" in capsys.readouterr().err
     assert "gla" in causal_presets(64) and "linformer" not in causal_presets(64)
 
 
