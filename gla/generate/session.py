@@ -139,8 +139,7 @@ class Session:
         Raises:
             CheckpointError: no checkpoint verifies.
             DataError: the run's tokenizer is missing or damaged.
-            ConfigError: no run there, the model and the tokenizer do not fit together, or an
-                option is refused.
+            ConfigError: no run there, a tokenizer that does not fit, or an option is refused.
         """
         folder = Path(run)
         model = narrow(LanguageModel.load(folder, device=device, impl=impl), weights)
