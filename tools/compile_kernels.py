@@ -4,8 +4,9 @@
 
 The launchers of ``gla_kernels`` run against a pretended GPU, so that what is compiled is exactly
 what a call would use; nothing is executed. Registers and spills are those ptxas reports.
-Instruction counts are of the PTX: places in the code, not executions. Spills count as a failure
-at K = V of 64 and 128 on sm_80, sm_90 and sm_100; needs no GPU and no driver.
+Instruction counts are of the PTX: places in the code, not executions; serial: ptxas says that the
+kernel's wgmma wait for each other. Spills count as a failure at K = V of 64 and 128 on sm_80, sm_90
+and sm_100; needs no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gla_kernels import launch
 from gla_kernels.convolution import short_convolution
 from gla_kernels.cross_entropy import cross_entropy
 from gla_kernels.norm_gate import norm_gate
+from gla_kernels.ops import chunkwise
 from gla_kernels.support import Device
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -123,6 +125,7 @@ def _row(name: str, target: str, kernel: Any, log: str, seconds: float) -> dict[
         "fits": kernel.metadata.shared <= DEVICES[target].shared,
     }
     row |= {what: len(re.findall(pattern, text)) for what, pattern in COUNTS.items()}
+    row["serial"] = log.count("(C7515)")  # wgmma that ptxas makes wait for each other
     row["warps"], row["seconds"] = kernel.metadata.num_warps, round(seconds, 2)
     return row
 
@@ -201,16 +204,16 @@ def compile_case(target: str, case: Case) -> list[dict[str, Any]]:
     cu = torch.tensor([0, 500, T]) if case.packed else None
     with pretending(target) as rows:
         for how, segment in (("one pass", T), ("segmented", 512)):
-            call, before = launch.Call(q, k, v, g, cu, 1.0, segment), len(rows)
-            _, _, bounds = launch.forward(call, None)
-            launch.backward(call, None, bounds, do, None)
+            before, call = len(rows), (q, k, v, g, None, cu, 1.0, segment)
+            _, _, bounds = chunkwise(*call)
+            torch.ops.gla_kernels.chunkwise_backward(*call, bounds, do, None)
             for row in rows[before:]:
                 row["of"] = how
         before, one = len(rows), slice(0, 1)
         if not case.packed:
             token = g[:, one] if g is not None and g.dim() > 1 else g
-            call = launch.Call(q[:, one], k[:, one], v[:, one], token, None, 1.0)
-            launch.forward(call, call.new_state(1))
+            state = torch.empty(1, H, case.K, V)
+            chunkwise(q[:, one], k[:, one], v[:, one], token, state, None, 1.0)
         for row in rows[before:]:
             row["of"] = "decoding"
         alone = case.gate == "none" and not case.normalized  # they change nothing here
@@ -240,7 +243,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     names = ["call", "kernel", "of", "target", "warps", "registers", "spills", "shared"]
-    names += [*COUNTS, "seconds"]
+    names += [*COUNTS, "serial", "seconds"]
     body = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in body) for i in range(len(names))]
     return "\n".join(
@@ -270,16 +273,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--targets", default=",".join(DEVICES))
-    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    names = "\n".join(str(case) for case in CASES)
+    parser.add_argument(
+        "--cases", default="", help=f"only cases whose name contains this, of:\n{names}"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cases = [case for case in CASES if options.cases in str(case)]
-    rows = [
-        row
-        for target in options.targets.split(",")
-        for case in cases
-        for row in compile_case(target, case)
-    ]
+    if not cases:
+        parser.error(f"--cases: got {options.cases!r}, expected part of a name that --help lists")
+    targets = options.targets.split(",")
+    if unknown := set(targets) - set(DEVICES):
+        parser.error(f"--targets: got {', '.join(unknown)}, expected some of {', '.join(DEVICES)}")
+    rows = [row for target in targets for case in cases for row in compile_case(target, case)]
     print(table(rows))
     print(f"Triton {triton.__version__}, torch {torch.__version__}")
     print(first_use(rows))

@@ -27,7 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from gla_kernels import launch  # noqa: E402
+from gla_kernels import ops  # noqa: E402
+from gla_kernels.support import MAX_HEAD_DIM  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from gla.testing import ordinary_log_decay  # noqa: E402
@@ -147,11 +148,12 @@ def measure(T: int, K: int, V: int, gate: str, segment: int) -> dict[str, Totals
     v, do = (torch.randn(1, T, 1, V, generator=draws).bfloat16() for _ in range(2))
     shape = {"none": None, "head": (1, T, 1), "channel": (1, T, 1, K)}[gate]
     g = None if shape is None else ordinary_log_decay(shape, dtype=torch.bfloat16)
+    call = (q, k, v, g, None, None, 0.1, segment)
     with Operations() as operations, counting(operations) as forward:
-        _, _, bounds = launch.forward(launch.Call(q, k, v, g, None, 0.1, segment), None)
+        _, _, bounds = ops.chunkwise.__wrapped__(*call)
     first = tuple(operations.names)
     with Operations() as operations, counting(operations) as backward:
-        launch.backward(launch.Call(q, k, v, g, None, 0.1, segment), None, bounds, do, None)
+        ops._backward.__wrapped__(*call, bounds, do, None)
     return {
         "forward": _totals(forward, T, first),
         "backward": _totals(backward, T, tuple(operations.names)),
@@ -192,10 +194,19 @@ def main() -> int:
     parser.add_argument("--segment", type=int, default=512)
     parser.add_argument("--growth", action="store_true", help="FLOPs at twice the tokens, too")
     options = parser.parse_args()
+    if not 1 <= options.size <= MAX_HEAD_DIM:
+        parser.error(f"--size: got {options.size}, expected 1 to {MAX_HEAD_DIM}")
+    if options.tokens < 1:
+        parser.error(f"--tokens: got {options.tokens}, expected 1 or more")
+    if options.segment % 64 or options.segment < 64:
+        parser.error(f"--segment: got {options.segment}, expected a multiple of 64")
     interpreter.fix_bf16()
     floor = least(options.size, options.size, options.gate)
     lines = []
-    for name, segment in (("one pass", options.tokens), ("segmented", options.segment)):
+    ways = [("one pass", options.tokens)]
+    if options.segment < options.tokens:
+        ways.append(("segmented", options.segment))
+    for name, segment in ways:
         print(f"{name}, gate {options.gate}, K = V = {options.size}, T = {options.tokens}")
         totals = measure(options.tokens, options.size, options.size, options.gate, segment)
         for which, x in totals.items():

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 Builder = interpreter.InterpreterBuilder
@@ -104,7 +105,7 @@ class _Accesses:
         self.ranges.clear()
         self.writers.clear()
         self.readers.clear()
-        for x in arguments:
+        for x in tree_leaves(arguments):
             if hasattr(x, "data_ptr") and x.numel():
                 last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
                 self.ranges.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))

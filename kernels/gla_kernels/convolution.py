@@ -7,104 +7,79 @@ after it is the last W - 1 of u. Backward, from dy and the gradient of that stat
 
     da_t = dy_t silu'(a_t)    dw_i = sum_t da_t u_{t-W+1+i}    du_p = sum_{i < W} w_i da_{p+W-1-i}
 
-A program works on S tokens of one sequence. Backward, its tile begins W - 1 tokens before them and
-ends W - 1 after, so that it finds all da that it needs by itself: a is computed once, not W times,
-and da is shifted within the tile. Its sums for dw are added up by torch: the order is fixed.
-Computed in fp32, rounded once. Sizes: see ``tiles``; C channels, W width.
+A program works on S tokens of one sequence. Its tile begins W - 1 tokens before them, so that the
+first one has the state; backward it ends W - 1 after, so that it finds all da that it needs by
+itself: a is computed once, not W times, and da is shifted within the tile. Its sums for dw are
+added up by torch: the order is fixed. Computed in fp32, rounded once. Sizes: see ``tiles``; C
+channels, W width.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_kernels.support import SHORT, contiguous, room_for
+from gla_kernels.support import SHORT, contiguous, launch, operator, room_for
 from gla_kernels.tiles import find_segment
 
 _TILE = 4096  # elements of a tile
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def _convolution_kernel(
+def convolution_kernel(
     x, w, state, cu,      # [B, T, C], [W, C], [N, W - 1, C] or None, [N + 1] or None
-    y, final,             # [B, T, C], [N, W - 1, C]
+    dy, dfinal,           # like out and out_state, or None; no dy: the forward pass
+    out, out_state, dw,   # y and the state after it, or dx and dstate; fp32 [slots, W, C]
     T, N, C, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    n, token, start, length, c = _place(cu, T, N, S, BC)
-    r = tl.arange(0, R)
-    a = _sums(x, w, state, n, token, start, length, r, c, C, W)
-    at = _tile(y, token + start, r, c, C)
-    here = (start + r < length)[:, None] & (c < C)[None, :]
-    tl.store(at, (a * tl.sigmoid(a)).to(y.dtype.element_ty), mask=here)
-    if start == 0:
-        last = length - (W - 1)
-        for j in range(W - 1):
-            row = j + tl.arange(0, 1)
-            kept = _inputs(x, state, n, token, last, length, row, c, C, W)
-            tl.store(_tile(final, n * (W - 1), row, c, C), kept, mask=(c < C)[None, :])
-
-
-@triton.jit(do_not_specialize=["T", "N"])
-def _convolution_backward_kernel(
-    x, w, state, cu, dy, dfinal, dx, dw, dstate,  # as above; dw [slots, W, C] fp32
-    T, N, C, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    n, token, start, length, c = _place(cu, T, N, S, BC)
-    row = tl.arange(0, R)
-    r = row - (W - 1)
-    t = start + r
-    channel = (c < C)[None, :]
-    a = _sums(x, w, state, n, token, start, length, r, c, C, W)
-    here = ((t >= 0) & (t < length))[:, None] & channel
-    grad = tl.load(_tile(dy, token + start, r, c, C), mask=here, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(a)
-    da = grad * sigmoid * (1 + a * (1 - sigmoid))
-    own = ((r >= 0) & (r < S))[:, None]
-    du = da * _weight(w, W - 1, c, C)
-    sums = dw + tl.program_id(0).to(tl.int64) * W * C + c
-    for i in tl.static_range(W):
-        u = _inputs(x, state, n, token, start, length, r + (i - W + 1), c, C, W)
-        tl.store(sums + i * C, tl.sum(tl.where(own, da * u, 0.0), 0), mask=c < C)
-        if i < W - 1:
-            later = tl.minimum(row + (W - 1 - i), R - 1)[:, None]
-            du += _weight(w, i, c, C) * tl.gather(da, tl.broadcast_to(later, [R, BC]), 0)
-    last = length - (W - 1)
-    if dfinal is not None:
-        kept = ((t >= last) & (t < length))[:, None] & channel
-        du += tl.load(_tile(dfinal, n * (W - 1) + start - last, r, c, C), mask=kept, other=0.0)
-    tl.store(_tile(dx, token + start, r, c, C), du.to(dx.dtype.element_ty), mask=own & here)
-    before = (t < 0)[:, None] & channel
-    tl.store(_tile(dstate, n * (W - 1) + start + (W - 1), r, c, C), du, mask=before)
-
-
-@triton.jit
-def _place(cu, T, N, S: tl.constexpr, BC: tl.constexpr):
-    """Sequence, its first token of all, where in it the program starts, its length; channels."""
     # Sequences without tokens have a program each, for their states.
-    n, row, j, here, end = find_segment(cu, tl.program_id(0), tl.maximum(T, 1), N, S)
-    first = here - j * S
+    n, row, j, start, end = find_segment(cu, tl.program_id(0), tl.maximum(T, 1), N, S)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    return n.to(tl.int64), row.to(tl.int64) * T + first, j * S, tl.minimum(end - first, T), c
+    r = tl.arange(0, R) - (W - 1)
+    first = j * S
+    length = tl.minimum(end - (start - first), T)
+    t = first + r
+    channel = (c < C)[None, :]
+    here = ((t >= 0) & (t < length))[:, None] & channel
+    own = ((r >= 0) & (r < S))[:, None]
+    before = (t < 0)[:, None] & channel  # rows of the state, in the first program
+    tokens = row.to(tl.int64) * T + start
+    rows = n.to(tl.int64) * (W - 1) + first + (W - 1)
+    last = length - (W - 1)
+    kept = ((t >= last) & (t < length))[:, None] & channel  # rows of the state after the tokens
+
+    a = tl.zeros([R, BC], tl.float32)
+    for i in tl.static_range(W):
+        u = _inputs(x, state, tokens, rows, first, r + (i - W + 1), length, c, C, W)
+        a += u * _weight(w, i, c, C)
+    sigmoid = tl.sigmoid(a)
+    if dy is None:
+        y = (a * sigmoid).to(out.dtype.element_ty)
+        tl.store(_tile(out, tokens, r, c, C), y, mask=own & here)
+        tl.store(_tile(out_state, rows - length, r, c, C), u, mask=(own | before) & kept)
+    else:
+        grad = tl.load(_tile(dy, tokens, r, c, C), mask=here, other=0.0).to(tl.float32)
+        da = grad * sigmoid * (1 + a * (1 - sigmoid))
+        du = da * _weight(w, W - 1, c, C)
+        sums = dw + tl.program_id(0).to(tl.int64) * W * C + c
+        for i in tl.static_range(W):
+            u = _inputs(x, state, tokens, rows, first, r + (i - W + 1), length, c, C, W)
+            tl.store(sums + i * C, tl.sum(tl.where(own, da * u, 0.0), 0), mask=c < C)
+            if i < W - 1:
+                later = tl.minimum(tl.arange(0, R) + (W - 1 - i), R - 1)[:, None]
+                du += _weight(w, i, c, C) * tl.gather(da, tl.broadcast_to(later, [R, BC]), 0)
+        if dfinal is not None:
+            du += tl.load(_tile(dfinal, rows - length, r, c, C), mask=kept, other=0.0)
+        tl.store(_tile(out, tokens, r, c, C), du.to(out.dtype.element_ty), mask=own & here)
+        tl.store(_tile(out_state, rows, r, c, C), du, mask=before)
 
 
 @triton.jit
 def _tile(pointer, row, r, c, C):
     """Pointers [len(r), len(c)] to rows ``row + r`` of C channels; far offsets in 64 bits."""
-    return pointer + tl.cast(row, tl.int64) * C + (r[:, None] * C + c[None, :])
-
-
-@triton.jit
-def _sums(x, w, state, n, token, start, length, r, c, C, W: tl.constexpr):
-    """a [len(r), len(c)] of the tokens start + r."""
-    a = tl.zeros([r.shape[0], c.shape[0]], tl.float32)
-    for i in tl.static_range(W):
-        u = _inputs(x, state, n, token, start, length, r + (i - W + 1), c, C, W)
-        a += u * _weight(w, i, c, C)
-    return a
+    return pointer + row * C + (r[:, None] * C + c[None, :])
 
 
 @triton.jit
@@ -113,33 +88,45 @@ def _weight(w, i, c, C):
 
 
 @triton.jit
-def _inputs(x, state, n, token, start, length, r, c, C, W: tl.constexpr):
-    """u [len(r), len(c)] fp32 at start + r: tokens, the state before them, 0 where neither is."""
-    p = start + r
+def _inputs(x, state, tokens, rows, first, r, length, c, C, W: tl.constexpr):
+    """u [len(r), len(c)] fp32 at first + r: tokens, the state before them, 0 where neither is."""
+    p = first + r
     channel = (c < C)[None, :]
-    u = tl.load(
-        _tile(x, token + start, r, c, C),
-        mask=((p >= 0) & (p < length))[:, None] & channel,
-        other=0.0,
-    )
+    mask = ((p >= 0) & (p < length))[:, None] & channel
+    u = tl.load(_tile(x, tokens, r, c, C), mask=mask, other=0.0)
     if state is not None:
-        before = _tile(state, n * (W - 1) + start + (W - 1), r, c, C)
         mask = ((p < 0) & (p >= 1 - W))[:, None] & channel
-        u += tl.load(before, mask=mask, other=0.0).to(u.dtype)  # one of the two is 0
+        before = tl.load(_tile(state, rows, r, c, C), mask=mask, other=0.0)
+        u += before.to(u.dtype)  # one of the two is 0
     return u.to(tl.float32)
 
 
-def _sizes(x: Tensor, weight: Tensor, cu: Tensor | None, halo: int) -> tuple[Any, dict[str, Any]]:
-    """Grid and the kernel's sizes; ``halo`` tokens of a tile lie around those of a program."""
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None,
+    cu: Tensor | None,
+    dy: Tensor | None = None,
+    dfinal: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the state after it and nothing; or the gradients of x, state and, in parts, the weight."""
     (B, T, C), W = x.shape, weight.shape[0]
     N = B if cu is None else cu.shape[0] - 1
-    R = max(SHORT if T <= SHORT else 64, triton.next_power_of_2(2 * halo))
+    halo = W - 1 if dy is None else 2 * (W - 1)  # tokens of a tile around those of its program
+    R = max(SHORT if T <= SHORT else 64, 1 << (2 * halo - 1).bit_length())
     S, BC = R - halo, min(triton.next_power_of_2(C), max(16, _TILE // R))
-    slots = N * triton.cdiv(max(T, 1), S) if cu is None else T // S + N
-    return (slots, triton.cdiv(C, BC)), dict(T=T, N=N, C=C, W=W, S=S, R=R, BC=BC, num_warps=8)
+    slots = N * -(-max(T, 1) // S) if cu is None else T // S + N
+    (out,), out_state = room_for(x), x.new_empty(N, W - 1, C, dtype=torch.float32)
+    dw = x.new_empty(0 if dy is None else slots, W, C, dtype=torch.float32)
+    launch(
+        convolution_kernel, (slots, triton.cdiv(C, BC)),
+        *contiguous(x, weight, state, cu, dy, dfinal), out, out_state, dw,
+        T=T, N=N, C=C, W=W, S=S, R=R, BC=BC, num_warps=8,
+    )  # fmt: skip
+    return out, out_state, dw
 
 
-@torch.library.custom_op("gla_kernels::short_convolution", mutates_args=())
+@operator("short_convolution")
 def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -154,41 +141,17 @@ def short_convolution(
     Returns:
         y [B, T, C] in the dtype of x, and the state after the last token, fp32.
     """
-    y, final = _empty(x, weight, state, cu_seqlens)
-    grid, sizes = _sizes(x, weight, cu_seqlens, 0)
-    if grid[0]:
-        tensors = contiguous(x, weight, state, cu_seqlens)
-        _convolution_kernel[grid](*tensors, y, final, **sizes)
-    return y, final
+    return _run(x, weight, state, cu_seqlens)[:2]
 
 
-@short_convolution.register_fake
-def _empty(x, weight, state, cu_seqlens):
-    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = x.new_empty(N, weight.shape[0] - 1, x.shape[2], dtype=torch.float32)
-    return *room_for(x), final
-
-
-@torch.library.custom_op(
-    "gla_kernels::short_convolution_backward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? state, Tensor? cu_seqlens, Tensor dy, "
-    "Tensor? dfinal) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "short_convolution_backward",
+    "(Tensor x, Tensor weight, Tensor? state, Tensor? cu_seqlens, Tensor dy, Tensor? dfinal) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _backward(x, weight, state, cu_seqlens, dy, dfinal):
-    dx, dstate = _empty(x, weight, state, cu_seqlens)
-    grid, sizes = _sizes(x, weight, cu_seqlens, 2 * (weight.shape[0] - 1))
-    dw = x.new_empty(grid[0], *weight.shape, dtype=torch.float32)
-    if grid[0]:
-        tensors = contiguous(x, weight, state, cu_seqlens, dy, dfinal)
-        _convolution_backward_kernel[grid](*tensors, dx, dw, dstate, **sizes)
+    dx, dstate, dw = _run(x, weight, state, cu_seqlens, dy, dfinal)
     return dx, dw.sum(0).to(weight.dtype), dstate
-
-
-@_backward.register_fake
-def _(x, weight, state, cu_seqlens, dy, dfinal):
-    dx, dstate = _empty(x, weight, state, cu_seqlens)
-    return dx, *room_for(weight), dstate
 
 
 def _save(ctx, inputs, output):

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_kernels.support import launch, operator
+
 _TILE = 4096  # elements of a tile
 _LOWEST = tl.constexpr(-3.4e38)  # finite: a block of logits that are -inf gives no inf - inf
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
-def _cross_entropy_kernel(
+def cross_entropy_kernel(
     x, targets, losses,  # [M, V], int64 [M], fp32 [M]
     M, V, ignore_index, GRADIENT: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +54,7 @@ def _cross_entropy_kernel(
             tl.store(x + j, grad.to(x.dtype.element_ty), mask=(row < M)[:, None] & (j < V))
 
 
-@torch.library.custom_op("gla_kernels::cross_entropy", mutates_args=("logits",))
+@operator("cross_entropy", mutates=("logits",))
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, gradient: bool) -> Tensor:
     """-log softmax(logits)[target] of each row; the logits are overwritten.
 
@@ -69,14 +71,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, gradient: 
     losses = logits.new_empty(M, dtype=torch.float32)
     BV = min(triton.next_power_of_2(V), _TILE)
     BM = _TILE // BV
-    if M:
-        _cross_entropy_kernel[(triton.cdiv(M, BM),)](
-            logits, targets.contiguous(), losses, M, V, ignore_index,
-            GRADIENT=gradient, BM=BM, BV=BV, num_warps=8,
-        )  # fmt: skip
+    launch(
+        cross_entropy_kernel, (triton.cdiv(M, BM),), logits, targets.contiguous(), losses,
+        M, V, ignore_index, GRADIENT=gradient, BM=BM, BV=BV, num_warps=8,
+    )  # fmt: skip
     return losses
-
-
-@cross_entropy.register_fake
-def _(logits, targets, ignore_index, gradient):
-    return logits.new_empty(logits.shape[0], dtype=torch.float32)

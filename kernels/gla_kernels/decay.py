@@ -31,65 +31,63 @@ import triton.language as tl
 MILD = tl.constexpr(24.0)
 FLOOR = tl.constexpr(-110.0)
 LOG2E = tl.constexpr(1.4426950408889634)
-# What GATE says: no gate, one a head, one a key channel.
-NO_GATE = tl.constexpr(0)
-HEAD_GATE = tl.constexpr(1)
-CHANNEL_GATE = tl.constexpr(2)
 
 
 @triton.jit
-def sums(weights, x, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
-    """weights [C, C] of 0 and 1 times x [C, D] fp32, to PARTS * 8 bits of every entry of x."""
-    if GATE != CHANNEL_GATE:
-        x = tl.broadcast_to(x, [C, 16])  # the narrowest product there is
-    w = weights.to(tl.bfloat16)
-    part = x.to(tl.bfloat16)
-    total = tl.dot(w, part)
-    for _ in tl.static_range(PARTS - 1):
-        x = x - part.to(tl.float32)
-        part = x.to(tl.bfloat16)
-        total = tl.dot(w, part, total)
-    if GATE != CHANNEL_GATE:
-        total = tl.max(total, 1, keep_dims=True)  # of 16 equal columns
-    return total
+def exp(x):
+    """exp of fp32, as the power of two that the device computes."""
+    return tl.exp2(x * LOG2E)
 
 
 @triton.jit
-def running_sums(x, C: tl.constexpr, GATE: tl.constexpr, REVERSE: tl.constexpr):
+def running_sums(x, REVERSE: tl.constexpr):
     """Sums of x [C, D] up to each token, or from it on."""
-    if GATE != CHANNEL_GATE:  # as a vector: Triton 3.6 cannot scan one column for Hopper
+    if x.shape[1] == 1:  # as a vector: Triton 3.6 cannot scan one column for Hopper
         return tl.cumsum(tl.sum(x, 1), 0, reverse=REVERSE)[:, None]
-    return tl.cumsum(x, 0, reverse=REVERSE)
+    else:
+        return tl.cumsum(x, 0, reverse=REVERSE)
 
 
 @triton.jit
-def level_decays(g, level, C: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr):
-    """exp of b_t - b_m (right half of a block of 2h tokens) or b_m - b_t (left half), [C, D]."""
+def halves(g):
+    """Log-decay of the first and of the second half of the chunk, [D] each; is the tile mild?"""
+    C: tl.constexpr = g.shape[0]
+    early = (tl.arange(0, C) < C // 2)[:, None]
+    first = tl.sum(tl.where(early, g, 0.0), 0)
+    second = tl.sum(tl.where(early, 0.0, g), 0)
+    return first, second, tl.min(tl.minimum(first, second), 0) >= -MILD
+
+
+@triton.jit
+def level_decays(g, level, s):
+    """exp of b_t - b_m (right half of a block of 2h tokens) or b_m - b_t (left half), [C, D].
+
+    To PARTS * 8 bits of every gate.
+    """
+    C: tl.constexpr = g.shape[0]
+    D: tl.constexpr = g.shape[1]
+    PARTS: tl.constexpr = s.PARTS
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
     m = ((t >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    weights = (((u > m) & (u <= t)) | ((u > t) & (u <= m))).to(tl.int32)
-    return tl.exp2(sums(weights, g, C, GATE, PARTS) * LOG2E)
+    weights = (((u > m) & (u <= t)) | ((u > t) & (u <= m))).to(tl.int32).to(tl.bfloat16)
+    x = tl.broadcast_to(g, [C, 16]) if D == 1 else g  # the narrowest product there is
+    total = tl.zeros(x.shape, tl.float32)
+    for _ in tl.static_range(PARTS):
+        part = x.to(tl.bfloat16)
+        total = tl.dot(weights, part, total)
+        x -= part.to(tl.float32)
+    if D == 1:
+        total = tl.max(total, 1, keep_dims=True)  # of 16 equal columns
+    return exp(total)
 
 
 @triton.jit
-def half_sums(g, C: tl.constexpr):
-    """Log-decay of the first and of the second half of the chunk, [D] each."""
-    first = (tl.arange(0, C) < C // 2)[:, None]
-    return tl.sum(tl.where(first, g, 0.0), 0), tl.sum(tl.where(first, 0.0, g), 0)
-
-
-@triton.jit
-def is_mild(first, second):
-    return tl.min(tl.minimum(first, second), 0) >= -MILD
-
-
-@triton.jit
-def level_tile(q, k, e, level, C: tl.constexpr):
+def level_tile(q, k, e, level):
     """A level: q of right halves and k of left halves, times decays e; masks of both.
 
     [C, D]; [C, 1] for right halves; [C, C] for pairs of this level.
     """
-    t = tl.arange(0, C)
+    t = tl.arange(0, q.shape[0])
     right = (((t >> level) & 1) == 1)[:, None]
     return tl.where(right, q, k) * e, right, ((t[:, None] ^ t[None, :]) >> level) == 1

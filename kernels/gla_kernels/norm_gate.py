@@ -19,68 +19,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_kernels.support import contiguous, room_for
+from gla_kernels.support import contiguous, launch, operator, room_for
 
 _TILE = 4096  # elements of a tile
 _PROGRAMS = 1024  # at most, of the backward pass
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def _forward_kernel(
-    x, z, w, y, R, eps, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr
+def norm_gate_kernel(
+    x, z, w,                         # [R, V], [R, V], [V]
+    R, eps, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+    y=None,                          # [R, V]: the forward pass
+    dy=None, dx=None, dz=None, dw=None,  # [R, V], [R, V], [R, V], fp32 [programs, V]: backward
 ):  # fmt: skip
-    at, mask, d = _places(tl.program_id(0), R, V, BR, BV)
-    n, _, weight = _normalized(x, w, at, mask, d, eps, V)
-    gate = tl.load(z + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + at, (n * weight * gate * tl.sigmoid(gate)).to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["R", "eps"])
-def _backward_kernel(
-    x, z, w, dy, dx, dz, dw, R, eps, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr
-):  # fmt: skip
+    d = tl.arange(0, BV)
+    weight = tl.load(w + d, mask=d < V, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([BV], tl.float32)
-    d = tl.arange(0, BV)
     for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
-        at, mask, d = _places(block, R, V, BR, BV)
-        n, r, weight = _normalized(x, w, at, mask, d, eps, V)
+        row = tl.cast(block, tl.int64) * BR + tl.arange(0, BR)
+        at, mask = row[:, None] * V + d[None, :], (row < R)[:, None] & (d < V)[None, :]
+        tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(z + at, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        total += tl.sum(grad * n * gate * sigmoid, 0)
-        grad_z = grad * n * weight * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(dz + at, grad_z.to(dz.dtype.element_ty), mask=mask)
-        dn = grad * weight * gate * sigmoid
-        grad_x = r * (dn - n * (tl.sum(dn * n, 1) / V)[:, None])
-        tl.store(dx + at, grad_x.to(dx.dtype.element_ty), mask=mask)
-    tl.store(dw + tl.program_id(0) * V + d, total, mask=d < V)
+        r = tl.rsqrt(tl.sum(tile * tile, 1) / V + eps)[:, None]
+        n, sigmoid = tile * r, tl.sigmoid(gate)
+        if y is not None:
+            tl.store(y + at, (n * weight * gate * sigmoid).to(y.dtype.element_ty), mask=mask)
+        else:
+            grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(grad * n * gate * sigmoid, 0)
+            grad_z = grad * n * weight * sigmoid * (1 + gate * (1 - sigmoid))
+            tl.store(dz + at, grad_z.to(dz.dtype.element_ty), mask=mask)
+            dn = grad * weight * gate * sigmoid
+            grad_x = r * (dn - n * (tl.sum(dn * n, 1) / V)[:, None])
+            tl.store(dx + at, grad_x.to(dx.dtype.element_ty), mask=mask)
+    if dw is not None:
+        tl.store(dw + tl.program_id(0) * V + d, total, mask=d < V)
 
 
-@triton.jit
-def _places(block, R, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr):
-    """Offsets [BR, BV] of a block of rows, which of them exist, and their channels."""
-    rows = tl.cast(block, tl.int64) * BR + tl.arange(0, BR)
-    d = tl.arange(0, BV)
-    return rows[:, None] * V + d[None, :], (rows < R)[:, None] & (d < V)[None, :], d
-
-
-@triton.jit
-def _normalized(x, w, at, mask, d, eps, V: tl.constexpr):
-    """n [BR, BV], r [BR, 1], the weight [1, BV]."""
-    tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    r = tl.rsqrt(tl.sum(tile * tile, 1) / V + eps)[:, None]
-    return tile * r, r, tl.load(w + d, mask=d < V, other=0.0).to(tl.float32)[None, :]
-
-
-def _sizes(x: Tensor, eps: float) -> tuple[Any, dict[str, Any]]:
-    """Blocks of rows, and what both kernels take beside tensors."""
-    V = x.shape[-1]
-    R, BV = x.numel() // V, triton.next_power_of_2(V)
-    BR = max(1, _TILE // BV)
-    return -(-R // BR), dict(R=R, eps=eps, V=V, BR=BR, BV=BV, num_warps=8)
-
-
-@torch.library.custom_op("gla_kernels::norm_gate", mutates_args=())
+@operator("norm_gate")
 def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, times silu(z).
 
@@ -94,32 +70,29 @@ def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     (y,) = room_for(x)
     blocks, sizes = _sizes(x, eps)
-    if blocks:
-        _forward_kernel[(blocks,)](*contiguous(x, z, weight), y, **sizes)
+    launch(norm_gate_kernel, (blocks,), *contiguous(x, z, weight), y=y, **sizes)
     return y
 
 
-@norm_gate.register_fake
-def _(x, z, weight, eps):
-    return room_for(x)[0]
-
-
-@torch.library.custom_op("gla_kernels::norm_gate_backward", mutates_args=())
-def _backward(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, dy: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+@operator(
+    "norm_gate_backward",
+    "(Tensor x, Tensor z, Tensor weight, float eps, Tensor dy) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(x, z, weight, eps, dy):
     dx, dz = room_for(x, z)
     blocks, sizes = _sizes(x, eps)
-    programs = min(_PROGRAMS, blocks)
-    dw = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    if blocks:
-        _backward_kernel[(programs,)](*contiguous(x, z, weight, dy), dx, dz, dw, **sizes)
+    dw = x.new_empty(min(_PROGRAMS, blocks), x.shape[-1], dtype=torch.float32)
+    *inputs, dy = contiguous(x, z, weight, dy)
+    launch(norm_gate_kernel, dw.shape[:1], *inputs, dy=dy, dx=dx, dz=dz, dw=dw, **sizes)
     return dx, dz, dw.sum(0).to(weight.dtype)
 
 
-@_backward.register_fake
-def _(x, z, weight, eps, dy):
-    return room_for(x, z, weight)
+def _sizes(x: Tensor, eps: float) -> tuple[Any, dict[str, Any]]:
+    """Blocks of rows, and the kernel's sizes."""
+    V = x.shape[-1]
+    R, BV = x.numel() // V, triton.next_power_of_2(V)
+    BR = max(1, _TILE // BV)
+    return -(-R // BR), dict(R=R, eps=eps, V=V, BR=BR, BV=BV, num_warps=8)
 
 
 def _save(ctx, inputs, output):

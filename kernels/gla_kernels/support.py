@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,12 +47,18 @@ INTERPRETER = Device("Triton's interpreter", (9, 0), 232448, 132)
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the tiles and of the programs.
+    """What kernels know of a call when they are compiled; device code reads it as ``s``.
 
     Attributes:
+        K, V: key and value dimension.
+        GK: channels of the gate: 0 without one, 1 for a gate a head, or K.
+        wide: products are in fp32, not bf16.
+        precision: Triton's name for how fp32 is multiplied.
+        PARTS: bf16 parts of a gate that its sums take.
         C: tokens of a chunk.
         BK: K as a power of two, the rows of a sweep's state.
         KS: those of a part of it.
+        KB: key channels of a block of scores.
         BV: value channels of a sweep's program.
         grad_BK: key channels of a program of the gradients.
         grad_BV: its value channels; fewer than V, and programs write sums to be added up.
@@ -57,9 +66,16 @@ class Config:
         stages: of the pipeline that loads a sweep's tiles ahead; 1 is none.
     """
 
+    K: int
+    V: int
+    GK: int
+    wide: bool
+    precision: str
+    PARTS: int
     C: int
     BK: int
     KS: int
+    KB: int
     BV: int
     grad_BK: int
     grad_BV: int
@@ -107,8 +123,10 @@ def _power_of_two(n: int) -> int:
 
 
 @functools.cache
-def config_for(device: Device, K: int, V: int, dtype: torch.dtype, gated: bool) -> Config:
-    """The configuration of a call; ``dtype``: of q and v, or fp32; ``gated``: there is a gate.
+def config_for(
+    device: Device, K: int, V: int, dtype: torch.dtype, GK: int, gate_dtype: torch.dtype
+) -> Config:
+    """The configuration of a call; ``dtype``: of q and v, or fp32.
 
     Chunks of 64 tokens suit Hopper's matrix units, and halve the states that go through memory;
     large heads and GPUs with little shared memory get shorter ones, and so does fp32, whose
@@ -116,35 +134,62 @@ def config_for(device: Device, K: int, V: int, dtype: torch.dtype, gated: bool) 
     of 64 and 128 spill no registers. fp16 is multiplied as bf16: its tiles go through registers.
     """
     BK, BV = _power_of_two(K), _power_of_two(V)
-    wide = dtype == torch.float32
+    wide, gated = dtype == torch.float32, GK > 0
     small = device.capability not in ((9, 0), (10, 0), (10, 3)) or max(BK, BV) > 128
     roomy = device.capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3))
     narrow = BV > 128 or wide or dtype == torch.float16 or (gated and not roomy)
     grad_BV = min(BV, 64) if wide else BV
-    halves = small or wide or dtype == torch.float16
+    halved = (small or wide or dtype == torch.float16) and grad_BV > 32
     return Config(
+        K=K,
+        V=V,
+        GK=GK,
+        wide=wide,
+        precision="tf32x3" if device.is_nvidia else "ieee",
+        PARTS=1 if gate_dtype == torch.bfloat16 else 3 if wide else 2,
         C=16 if wide else 32 if small else 64,
         BK=BK,
         KS=min(BK, 32 if wide and gated and BK > 64 else 64),
+        KB=min(BK, 32 if gated else 64),
         BV=min(BV, max(16, 2048 // BK) if wide else max(32, 4096 // BK) if small else 128),
         grad_BK=min(BK, 16 if narrow else 32),
         grad_BV=grad_BV,
-        grad_VB=max(32, grad_BV // 2) if halves and grad_BV > 32 else grad_BV,
+        grad_VB=max(32, grad_BV // 2) if halved else grad_BV,
         stages=3 if device.capability == (9, 0) and not small and not wide else 2,
     )
 
 
-def segment_length(device: Device, config: Config, B: int, T: int, H: int, V: int) -> int:
+def segment_length(device: Device, config: Config, B: int, T: int, H: int) -> int:
     """Tokens of a segment, a multiple of C; T (rounded up) if sequences are not cut.
 
     Sequences are cut when their number, times heads and blocks of V, leaves half of the GPU idle.
     """
     whole = -(-T // config.C) * config.C
-    programs = B * H * -(-V // config.BV)
+    programs = B * H * -(-config.V // config.BV)
     if 2 * programs > device.processors or T <= 2 * 256:
         return whole
     wanted = -(-device.processors // programs)
     return max(256, -(-T // (wanted * config.C)) * config.C)
+
+
+def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel; not for fake tensors, whose calls ask only for the shapes of results."""
+    first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+    if grid[0] and not isinstance(first, FakeTensor):
+        kernel[grid](*arguments, **options)
+
+
+def operator(name: str, schema: str | None = None, mutates: tuple[str, ...] = ()) -> Any:
+    """Register a function as an operator of torch. It is its own fake: see ``launch``."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(
+            f"gla_kernels::{name}", function, mutates_args=mutates, schema=schema
+        )
+        made.register_fake(function)
+        return functools.update_wrapper(made, function)
+
+    return register
 
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -8,38 +8,34 @@ Storage for one state a segment (or a chunk) is indexed by slots, in order of th
 documents need no table for that: document n starts at slot cu[n] // L + n, which leaves room for
 all of its segments and grows with n, so that a program finds its document by bisection.
 
-Sizes: B rows, T tokens, H heads, K key dimension, V value dimension, N sequences. cu: the offsets
-[N + 1] of packed documents, or None.
+Sizes: B rows, T tokens, H heads, K key dimension, V value dimension, N sequences; GK channels of
+the gate: 0 without one, 1 for a gate a head, or K. cu: the offsets [N + 1] of packed documents, or
+None. s: the call's ``support.Config``, known when a kernel is compiled. A tensor of tokens
+[B, T, heads, D] comes as (pointer, three strides, how many of the H heads share one of it, D).
 """
 
 import triton
 import triton.language as tl
 
-from gla_kernels.decay import CHANNEL_GATE, FLOOR
+from gla_kernels.decay import FLOOR
 
 
 @triton.jit
 def first_slot(cu, n, T, L):
     """Slot of the first segment (of L tokens) of sequence n."""
-    if cu is not None:
-        slot = tl.load(cu + n).to(tl.int32) // L + n
+    if cu is None:
+        return n * tl.cdiv(T, L)
     else:
-        slot = n * tl.cdiv(T, L)
-    return slot
+        return tl.load(cu + n).to(tl.int32) // L + n
 
 
 @triton.jit
 def bounds_of(cu, n, T):
     """(row, first token, end token) of sequence n within its row."""
-    if cu is not None:
-        row = n * 0
-        start = tl.load(cu + n).to(tl.int32)
-        end = tl.load(cu + n + 1).to(tl.int32)
+    if cu is None:
+        return n, n * 0, n * 0 + T
     else:
-        row = n
-        start = n * 0
-        end = start + T
-    return row, start, end
+        return n * 0, tl.load(cu + n).to(tl.int32), tl.load(cu + n + 1).to(tl.int32)
 
 
 @triton.jit
@@ -62,70 +58,94 @@ def find_segment(cu, slot, T, N, L):
 
 
 @triton.jit
-def rows_at(pointer, row, token, head, stride_b, stride_t, stride_h):
-    """Pointer to one head of one token; offsets in 64 bits."""
-    offset = row.to(tl.int64) * stride_b + token.to(tl.int64) * stride_t
-    return pointer + offset + head.to(tl.int64) * stride_h
+def rows_at(x, row, token, head):
+    """(pointer to one head of one token of x, stride of tokens, D); offsets in 64 bits."""
+    if x is None:
+        return None
+    else:
+        pointer, stride_b, stride_t, stride_h, shared, D = x
+        pointer += row.to(tl.int64) * stride_b + token.to(tl.int64) * stride_t
+        return pointer + (head // shared).to(tl.int64) * stride_h, stride_t, D
 
 
 @triton.jit
-def load_tile(pointer, stride, left, d, D: tl.constexpr, C: tl.constexpr):
-    """Rows of C tokens, [C, len(d)]; zero past ``left`` tokens or D channels."""
-    t = tl.arange(0, C)
-    mask = (t < left)[:, None] & (d < D)[None, :]
-    return tl.load(pointer + t[:, None] * stride + d[None, :], mask=mask, other=0.0)
+def tile_cells(rows, at, d, s):
+    """Pointers [C, len(d)] to the tokens of a chunk, and which there are.
+
+    at: (tokens of the rows before the chunk, tokens from its first on).
+    """
+    pointer, stride, D = rows
+    token, left = at
+    t = tl.arange(0, s.C)
+    pointer += tl.cast(token, tl.int64) * stride
+    return pointer + t[:, None] * stride + d[None, :], (t < left)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
-def load_gates(
-    pointer, stride, left, d, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
-    SHIFT: tl.constexpr,
-):  # fmt: skip
+def load_tile(rows, at, d, s):
+    """A chunk of the rows, [C, len(d)]; zero past the last token or channel."""
+    cells, mask = tile_cells(rows, at, d, s)
+    return tl.load(cells, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_gates(rows, at, d, SHIFT: tl.constexpr, s):
     """Floored gates of the key channels d, SHIFT tokens further on; 0 past the chunk.
 
     [C, len(d)] fp32; a gate a head: [C, 1].
     """
-    t = tl.arange(0, C)
-    D: tl.constexpr = K if GATE == CHANNEL_GATE else 1
-    d_g = d if GATE == CHANNEL_GATE else tl.arange(0, 1)
-    mask = (t + SHIFT < tl.minimum(left, C))[:, None] & (d_g < D)[None, :]
-    g = tl.load(pointer + (t + SHIFT)[:, None] * stride + d_g[None, :], mask=mask, other=0.0)
+    at = at[0] + SHIFT, tl.minimum(at[1], s.C) - SHIFT
+    g = load_tile(rows, at, d if s.GK == s.K else tl.arange(0, 1), s)
     return tl.maximum(g.to(tl.float32), FLOOR)
 
 
 @triton.jit
-def store_tile(pointer, tile, stride, left, d, D: tl.constexpr, C: tl.constexpr):
+def store_tile(rows, tile, at, d, s):
     """Write what ``load_tile`` reads, in the dtype of the pointer."""
-    t = tl.arange(0, C)
-    mask = (t < left)[:, None] & (d < D)[None, :]
-    tl.store(
-        pointer + t[:, None] * stride + d[None, :], tile.to(pointer.dtype.element_ty), mask=mask
-    )
+    cells, mask = tile_cells(rows, at, d, s)
+    tl.store(cells, tile.to(cells.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def state_cells(pointer, slot, head, H, k, v, K: tl.constexpr, V: tl.constexpr):
+def state_cells(pointer, slot, head, H, k, v, s):
     """Pointers to a block of a state in [slots, H, K, V], and their mask; offsets in 64 bits.
 
     Channels k [n, 1] and v [1, m]; or k [1, n] and v [m, 1], for the block's transpose.
     """
-    pointer += (slot.to(tl.int64) * H + head) * (K * V)
-    return pointer + (k * V + v), (k < K) & (v < V)
+    pointer += (slot.to(tl.int64) * H + head) * (s.K * s.V)
+    return pointer + (k * s.V + v), (k < s.K) & (v < s.V)
 
 
 @triton.jit
-def load_state(pointer, slot, head, H, k, v, K: tl.constexpr, V: tl.constexpr):
+def load_state(pointer, slot, head, H, k, v, s):
     """A block of a state; zero outside, and everywhere where there is none (None)."""
-    if pointer is not None:
-        cells, mask = state_cells(pointer, slot, head, H, k, v, K, V)
-        S = tl.load(cells, mask=mask, other=0.0)
+    if pointer is None:
+        return tl.zeros((k + v).shape, tl.float32)
     else:
-        S = tl.zeros((k + v).shape, tl.float32)
-    return S
+        cells, mask = state_cells(pointer, slot, head, H, k, v, s)
+        return tl.load(cells, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_state(pointer, S, slot, head, H, k, v, K: tl.constexpr, V: tl.constexpr):
+def store_state(pointer, S, slot, head, H, k, v, s):
     """Write what ``load_state`` reads, in the dtype of the pointer."""
-    cells, mask = state_cells(pointer, slot, head, H, k, v, K, V)
+    cells, mask = state_cells(pointer, slot, head, H, k, v, s)
     tl.store(cells, S.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rounded(x, s):
+    """x in the dtype of products: fp32 for calls in fp32, else bf16."""
+    return x.to(tl.float32 if s.wide else tl.bfloat16)
+
+
+@triton.jit
+def load_values(rows, at, d, s):
+    """Rows of values [C, len(d)], in the dtype of products."""
+    return rounded(load_tile(rows, at, d, s), s)
+
+
+@triton.jit
+def product(a, b, c, s):
+    """a b + c, of factors in the dtype of products; c fp32 or None."""
+    return tl.dot(rounded(a, s), rounded(b, s), c, input_precision=s.precision)

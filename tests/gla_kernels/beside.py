@@ -179,6 +179,27 @@ def run_logits(dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+def run_operator(operator: str, segment: int | None = None) -> dict[str, float]:
+    """What torch checks of an operator: schema, autograd, fake tensors, dynamic shapes."""
+    import gla_kernels.ops  # noqa: F401
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape).requires_grad_()
+
+    tokens = 17 if segment is None else 70
+    q, g = leaf(1, tokens, 2, 8), (-torch.rand(1, tokens, 2, 8)).requires_grad_()
+    arguments: dict[str, tuple[Any, ...]] = {
+        "chunkwise": (q, leaf(1, tokens, 1, 8), leaf(1, tokens, 2, 4), g, None, None, 0.3, segment),
+        "norm_gate": (leaf(5, 2, 24), leaf(5, 2, 24), leaf(24), 1e-5),
+        "short_convolution": (leaf(1, 20, 8), leaf(4, 8), leaf(1, 3, 8), None),
+        "cross_entropy": (torch.randn(6, 40), torch.arange(6), -100, True),
+    }
+    found = torch.library.opcheck(
+        getattr(torch.ops.gla_kernels, operator), arguments[operator], raise_exception=False
+    )
+    return {name: 0.0 if said == "SUCCESS" else math.inf for name, said in found.items()}
+
+
 class Kernels(TorchDispatchMode):
     """The operators of ``gla_kernels`` that are called."""
 

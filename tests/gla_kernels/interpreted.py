@@ -124,6 +124,13 @@ GROUPS: dict[str, list[dict]] = {
         dict(logits=True, dtype=FP32),
         dict(logits=True, dtype=BF16),
     ],
+    "operators": [
+        dict(operator="chunkwise"),
+        dict(operator="chunkwise", segment=64),
+        dict(operator="norm_gate"),
+        dict(operator="short_convolution"),
+        dict(operator="cross_entropy"),
+    ],
     "models": [
         dict(kind="linear_attention", packed=True),
         dict(kind="linear_attention", compiled=True),
@@ -141,6 +148,7 @@ MEASURES = {
     "convolution": beside.run_convolution,
     "packed convolution": beside.run_convolution,
     "loss": beside.run_loss,
+    "operators": beside.run_operator,
     "models": beside.run_model,
 }
 

@@ -62,7 +62,7 @@ def test_the_cpu_is_taken_by_the_interpreter_only(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("V", [1, 64, 129, 256])
 def test_tiles_cover_every_size(device: Device, K: int, V: int) -> None:
     for dtype, gated in itertools.product(support.DTYPES, (False, True)):
-        config = config_for(device, K, V, dtype, gated)
+        config = config_for(device, K, V, dtype, K if gated else 0, dtype)
         assert config.BK >= K
         assert config.grad_BV >= (min(V, 64) if dtype == torch.float32 else V)
         assert config.BK % config.KS == 0
@@ -87,8 +87,8 @@ def test_tiles_cover_every_size(device: Device, K: int, V: int) -> None:
 def test_sequences_are_cut_only_where_heads_leave_the_gpu_idle(
     B: int, T: int, H: int, cut: bool
 ) -> None:
-    config = config_for(H100, 64, 64, BF16, True)
-    L = segment_length(H100, config, B, T, H, 64)
+    config = config_for(H100, 64, 64, BF16, 64, BF16)
+    L = segment_length(H100, config, B, T, H)
     assert L % config.C == 0
     assert (L < T) == cut
     if cut:

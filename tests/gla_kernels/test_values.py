@@ -31,6 +31,7 @@ GROUPS = (
     "convolution",
     "packed convolution",
     "loss",
+    "operators",
     "models",
 )
 
