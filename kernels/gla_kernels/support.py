@@ -175,7 +175,7 @@ def segment_length(device: Device, config: Config, B: int, T: int, H: int) -> in
 def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
     """Launch a kernel; not for fake tensors, whose calls ask only for the shapes of results."""
     first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
-    if grid[0] and not isinstance(first, FakeTensor):
+    if not isinstance(first, FakeTensor) and grid[0]:
         kernel[grid](*arguments, **options)
 
 
