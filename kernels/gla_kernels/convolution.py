@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_kernels.support import SHORT, contiguous, launch, operator, room_for
+from gla_kernels.support import contiguous, launch, operator, room_for
 from gla_kernels.tiles import find_segment
 
 _TILE = 4096  # elements of a tile
@@ -113,8 +113,8 @@ def _run(
     (B, T, C), W = x.shape, weight.shape[0]
     N = B if cu is None else cu.shape[0] - 1
     halo = W - 1 if dy is None else 2 * (W - 1)  # tokens of a tile around those of its program
-    R = max(SHORT if T <= SHORT else 64, 1 << (2 * halo - 1).bit_length())
-    S, BC = R - halo, min(triton.next_power_of_2(C), max(16, _TILE // R))
+    R = max(8 if T == 1 else 64, 1 << (2 * halo - 1).bit_length())
+    S, BC = R - halo, min(triton.next_power_of_2(C), max(16, min(256, _TILE // R)))
     slots = N * -(-max(T, 1) // S) if cu is None else T // S + N
     (out,), out_state = room_for(x), x.new_empty(N, W - 1, C, dtype=torch.float32)
     dw = x.new_empty(0 if dy is None else slots, W, C, dtype=torch.float32)

@@ -125,7 +125,7 @@ def gradients_kernel(
     GO: tl.constexpr = K if s.GK == K else (K + s.grad_BK - 1) // s.grad_BK
     d_go = d_k if s.GK == K else tl.program_id(1) + tl.arange(0, 1)
     outputs = H * tl.num_programs(2)
-    place = (row.to(tl.int64) * T + first) * outputs + head * tl.num_programs(2) + tl.program_id(2)
+    output = head * tl.num_programs(2) + tl.program_id(2)
 
     before = (bounds, slot) if bounds is not None else (initial, n)
     S = tiles.load_state(*before, head, H, d_k[None, :], d_v[:, None], s)
@@ -135,6 +135,7 @@ def gradients_kernel(
 
     for c in tl.range(tl.cdiv(stop - first, C), disable_licm=True):
         at = c * C, stop - first - c * C
+        place = (row.to(tl.int64) * T + first) * outputs + output
         # All that the chunk needs is asked for at once, before anything waits for it. In blocks
         # of values: late, and again, as there are too few registers to hold it.
         do_tile = tiles.load_values(do_rows, at, d_v, s) if s.grad_VB == s.grad_BV else None

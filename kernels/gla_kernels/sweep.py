@@ -126,7 +126,6 @@ def sweep_kernel(
 
     q_rows = tiles.rows_at(q, row, first, head)
     k_rows = tiles.rows_at(k, row, first, head)
-    w_rows = tiles.rows_at(w, row, first, head)
     g_rows = tiles.rows_at(g, row, first, head)
 
     # The state is held in parts of its key channels: their tiles need fewer registers.
@@ -145,7 +144,7 @@ def sweep_kernel(
         if chunks is not None:
             store_parts(chunks, S, chunk_slot + c, head, H, d_v, s)
         P = scores(q_rows, k_rows, g_rows, at, scale, levels, REVERSE, s) if OUTPUT else None
-        w_tile = tiles.load_values(w_rows, at, d_v, s)
+        w_tile = tiles.load_values(tiles.rows_at(w, row, first, head), at, d_v, s)
         o = tiles.product(P, w_tile, None, s) if OUTPUT else None
         held, lasted = S, lasting
         S, lasting = (), ()

@@ -94,8 +94,10 @@ def load_gates(rows, at, d, SHIFT: tl.constexpr, s):
 
     [C, len(d)] fp32; a gate a head: [C, 1].
     """
-    at = at[0] + SHIFT, tl.minimum(at[1], s.C) - SHIFT
-    g = load_tile(rows, at, d if s.GK == s.K else tl.arange(0, 1), s)
+    pointer, stride, D = rows
+    d = d if s.GK == s.K else tl.arange(0, 1)
+    at = at[0], tl.minimum(at[1], s.C) - SHIFT
+    g = load_tile((pointer + SHIFT * stride, stride, D), at, d, s)
     return tl.maximum(g.to(tl.float32), FLOOR)
 
 
