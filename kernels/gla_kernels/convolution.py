@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_kernels.support import contiguous, launch, operator, room_for
+from gla_kernels.support import contiguous, launch, operator, room_for, shapes_only
 from gla_kernels.tiles import find_segment
 
 _TILE = 4096  # elements of a tile
@@ -58,7 +58,8 @@ def convolution_kernel(
     if dy is None:
         y = (a * sigmoid).to(out.dtype.element_ty)
         tl.store(_tile(out, tokens, r, c, C), y, mask=own & here)
-        tl.store(_tile(out_state, rows - length, r, c, C), u, mask=(own | before) & kept)
+        if first + S > last:
+            tl.store(_tile(out_state, rows - length, r, c, C), u, mask=(own | before) & kept)
     else:
         grad = tl.load(_tile(dy, tokens, r, c, C), mask=here, other=0.0).to(tl.float32)
         da = grad * sigmoid * (1 + a * (1 - sigmoid))
@@ -112,11 +113,13 @@ def _run(
     """y, the state after it and nothing; or the gradients of x, state and, in parts, the weight."""
     (B, T, C), W = x.shape, weight.shape[0]
     N = B if cu is None else cu.shape[0] - 1
+    (out,), out_state = room_for(x), x.new_empty(N, W - 1, C, dtype=torch.float32)
+    if shapes_only(x):
+        return out, out_state, weight.new_empty(1, W, C)
     halo = W - 1 if dy is None else 2 * (W - 1)  # tokens of a tile around those of its program
     R = max(8 if T == 1 else 64, 1 << (2 * halo - 1).bit_length())
     S, BC = R - halo, min(triton.next_power_of_2(C), max(16, min(256, _TILE // R)))
     slots = N * -(-max(T, 1) // S) if cu is None else T // S + N
-    (out,), out_state = room_for(x), x.new_empty(N, W - 1, C, dtype=torch.float32)
     dw = x.new_empty(0 if dy is None else slots, W, C, dtype=torch.float32)
     launch(
         convolution_kernel, (slots, triton.cdiv(C, BC)),

@@ -40,7 +40,7 @@ def exp(x):
 
 
 @triton.jit
-def running_sums(x, REVERSE: tl.constexpr):
+def running_sums(x, REVERSE):
     """Sums of x [C, D] up to each token, or from it on."""
     if x.shape[1] == 1:  # as a vector: Triton 3.6 cannot scan one column for Hopper
         return tl.cumsum(tl.sum(x, 1), 0, reverse=REVERSE)[:, None]

@@ -100,7 +100,7 @@ def of_gate(x, s):
 
 @triton.jit(do_not_specialize=["L", "levels", "scale", "T", "N", "H"])
 def gradients_kernel(
-    q, k, v, g, do,          # [B, T, heads, K], [.., K], [.., V], [.., GK] or None, [.., V]
+    q, k, v, g, do,          # [B, T, heads, K], [.., K], [.., V], [.., GK], [.., V]
     dq, dk, dg,              # contiguous [B, T, H V / BV, K]; dg of a gate a head: [.., K / BK]
     initial,                 # fp32 [N, H, K, V] or None: state before the first segment
     bounds,                  # fp32 [slots, H, K, V] or None: state before every segment

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gla_kernels.support import config_for, device_of, launch, segment_length
+from gla_kernels.support import config_for, contiguous, device_of, launch, segment_length
 from gla_kernels.sweep import scan_kernel, sweep_kernel
 
 Rows = tuple[Any, ...] | None  # how kernels take a tensor of tokens; see ``tiles``
@@ -35,19 +35,10 @@ class Call:
         segment: tokens a segment, a multiple of the longest chunk (64); None for the rule's.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        cu_seqlens: Tensor | None,
-        scale: float,
-        segment: int | None = None,
-    ) -> None:
+    def __init__(self, q, k, v, log_decay, cu_seqlens, scale, segment) -> None:
         self.B, self.T, self.H = q.shape[:3]
         self.K, self.V = int(q.shape[3]), int(v.shape[3])  # never symbols: kernels depend on them
-        self.q, self.cu, g = q, cu_seqlens, log_decay
+        self.q, self.cu, g = q, *contiguous(cu_seqlens), log_decay
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if g is not None and g.dim() == 1:
             g = g.view(1, 1, -1, 1).expand(self.B, self.T, -1, 1)
@@ -58,7 +49,7 @@ class Call:
         gate = (0, torch.float32) if g is None else (int(g.shape[3]), g.dtype)
         self.config = config_for(device, self.K, self.V, dtype, *gate)
         self.L = segment or segment_length(device, self.config, self.B, self.T, self.H)
-        self.rows = tuple(self.rows_of(x) for x in (q, k, v, g))
+        self.rows = [self.rows_of(x) for x in (q, k, v, q if g is None else g)]
         self.sizes = scale, self.T, self.N, self.H
         self.segments = self.cu, self.L, self.config.C.bit_length() - 1, *self.sizes
         # Without a limit, some spill a few bytes so that one more program fits.
@@ -84,11 +75,11 @@ class Call:
     def sweep(self, w: Rows, reverse: bool, out: Tensor | None = None, **states: Any) -> None:
         """Launch ``sweep_kernel``; w: rows of v, or of the gradient of o when ``reverse``."""
         config, (q, k, _, g) = self.config, self.rows
-        small = out is None and config.BK <= 64  # only a small state to hold
         launch(
             sweep_kernel, (self.slots(self.L) * self.H, triton.cdiv(self.V, config.BV)),
             q, k, w, g, *self.segments, REVERSE=reverse, out=self.rows_of(out), **states,
-            num_warps=4 if small else 8, num_stages=config.stages, **self.options,
+            num_warps=8 if out is not None or config.BK > 64 else 4,  # or a small state to hold
+            num_stages=config.stages, **self.options,
         )  # fmt: skip
 
     def boundaries(self, w: Rows, initial: Tensor | None, reverse: bool) -> Tensor | None:

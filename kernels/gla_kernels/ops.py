@@ -10,7 +10,7 @@ from gla_kernels import convolution, cross_entropy, norm_gate  # noqa: F401  reg
 from gla_kernels.gradients import gradients_kernel
 from gla_kernels.launch import Call, summed
 from gla_kernels.recurrent import recurrent_kernel
-from gla_kernels.support import SHORT, contiguous, launch, operator
+from gla_kernels.support import SHORT, contiguous, launch, operator, room_for, shapes_only
 from gla_kernels.support import refusal as refusal
 
 
@@ -43,6 +43,8 @@ def chunkwise(
     """
     call = Call(q, k, v, log_decay, cu_seqlens, scale, segment)
     o, final = v.new_empty(call.B, call.T, call.H, call.V), call.new_state(call.N)
+    if shapes_only(q):
+        return o, final, call.new_state(call.slots(call.L) if call.L < call.T else 0)
     (state,) = contiguous(state)
     bounds = None
     if call.T <= SHORT:
@@ -71,6 +73,9 @@ def _backward(q, k, v, log_decay, state, cu_seqlens, scale, segment, bounds, do,
     parts are fp32 and added up here.
     """
     call = Call(q, k, v, log_decay, cu_seqlens, scale, segment)
+    if shapes_only(q):
+        gate = q.new_empty(0) if log_decay is None else log_decay
+        return *room_for(q, k, v, gate), call.new_state(call.N)
     config, do_rows, bounds = call.config, call.rows_of(do), bounds if bounds.numel() else None
     state, dS = contiguous(state, dS)
     after = call.boundaries(do_rows, dS, True)

@@ -22,7 +22,7 @@ def load_token(rows, i, d):
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H"])
 def recurrent_kernel(
-    q, k, v, g,              # [B, T, heads, K], [.., K], [.., V], [.., GK] or None
+    q, k, v, g,              # [B, T, heads, K], [.., K], [.., V], [.., GK]
     out,                     # [B, T, H, V]
     initial, final,          # fp32 [N, H, K, V]; initial may be None
     cu, scale, T, N, H, BV: tl.constexpr, s: tl.constexpr,
@@ -41,11 +41,13 @@ def recurrent_kernel(
 
     S = tiles.load_state(initial, n, head, H, d_k[:, None], d_v[None, :], s)
     for i in range(end - start):
+        q_t = load_token(q_rows, i, d_k) * scale
+        k_t = load_token(k_rows, i, d_k)
+        v_t = load_token(v_rows, i, d_v)
         if s.GK > 0:
             S *= decay.exp(load_token(g_rows, i, d_g))[:, None]
-        k_t = load_token(k_rows, i, d_k)
-        S += k_t[:, None] * load_token(v_rows, i, d_v)[None, :]
-        o = tl.sum((load_token(q_rows, i, d_k) * scale)[:, None] * S, 0)
+        S += k_t[:, None] * v_t[None, :]
+        o = tl.sum(q_t[:, None] * S, 0)
         at = pointer + tl.cast(i, tl.int64) * stride + d_v
         tl.store(at, o.to(pointer.dtype.element_ty), mask=d_v < s.V)
     tiles.store_state(final, S, n, head, H, d_k[:, None], d_v[None, :], s)

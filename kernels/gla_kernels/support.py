@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ class Device:
 INTERPRETER = Device("Triton's interpreter", (9, 0), 232448, 132)
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """What kernels know of a call when they are compiled; device code reads it as ``s``.
 
     Attributes:
@@ -118,10 +117,6 @@ def refusal(
     return None
 
 
-def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
-
-
 @functools.cache
 def config_for(
     device: Device, K: int, V: int, dtype: torch.dtype, GK: int, gate_dtype: torch.dtype
@@ -133,7 +128,7 @@ def config_for(
     products hold each operand three times. Widths of the programs are the largest at which heads
     of 64 and 128 spill no registers. fp16 is multiplied as bf16: its tiles go through registers.
     """
-    BK, BV = _power_of_two(K), _power_of_two(V)
+    BK, BV = (max(16, 1 << (n - 1).bit_length()) for n in (K, V))
     wide, gated = dtype == torch.float32, GK > 0
     small = device.capability not in ((9, 0), (10, 0), (10, 3)) or max(BK, BV) > 128
     roomy = device.capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3))
@@ -165,7 +160,7 @@ def segment_length(device: Device, config: Config, B: int, T: int, H: int) -> in
     Sequences are cut when their number, times heads and blocks of V, leaves half of the GPU idle.
     """
     whole = -(-T // config.C) * config.C
-    programs = B * H * -(-config.V // config.BV)
+    programs = max(1, B * H * -(-config.V // config.BV))
     if 2 * programs > device.processors or T <= 2 * 256:
         return whole
     wanted = -(-device.processors // programs)
@@ -173,14 +168,18 @@ def segment_length(device: Device, config: Config, B: int, T: int, H: int) -> in
 
 
 def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel; not for fake tensors, whose calls ask only for the shapes of results."""
-    first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
-    if not isinstance(first, FakeTensor) and grid[0]:
+    """Launch a kernel, unless there is nothing to do."""
+    if all(grid):
         kernel[grid](*arguments, **options)
 
 
+def shapes_only(x: Tensor) -> bool:
+    """Whether x has no values, and an operator returns new tensors before it launches anything."""
+    return isinstance(x, FakeTensor) or x.device.type == "meta"
+
+
 def operator(name: str, schema: str | None = None, mutates: tuple[str, ...] = ()) -> Any:
-    """Register a function as an operator of torch. It is its own fake: see ``launch``."""
+    """Register a function as an operator of torch, and as its own fake: see ``shapes_only``."""
 
     def register(function: Callable[..., Any]) -> Any:
         made = torch.library.custom_op(

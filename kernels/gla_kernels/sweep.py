@@ -22,7 +22,7 @@ from gla_kernels import decay, tiles
 
 
 @triton.jit
-def scores(q, k, g, at, scale, levels, REVERSE: tl.constexpr, s):
+def scores(q, k, g, at, scale, levels, REVERSE, s):
     """Scores of a chunk [C, C], lower triangular (REVERSE: transposed), from its rows.
 
     Read in narrow blocks of channels, so that few registers are needed; each block is mild or
@@ -54,7 +54,7 @@ def scores(q, k, g, at, scale, levels, REVERSE: tl.constexpr, s):
 
 
 @triton.jit
-def pairs_of(a, b, P, REVERSE: tl.constexpr, s):
+def pairs_of(a, b, P, REVERSE, s):
     """P + a b^T, or with the transpose of the product when REVERSE."""
     x, y = (b, a) if REVERSE else (a, b)
     return tiles.product(x, tl.trans(tiles.rounded(y, s)), P, s)
@@ -70,9 +70,9 @@ def load_scaled(rows, scale, e, at, d, s):
 
 
 @triton.jit
-def through_state(S, o, w, q, k, g, at, scale, d, REVERSE: tl.constexpr, s):
-    """A block of key channels d of the state: it after the chunk, o (or None) with what it adds,
-    the chunk's decay of it. w: a tile; q, k, g: rows."""
+def through_state(S, o, w, q, k, g, at, scale, d, REVERSE, OUTPUT, s):
+    """A block of key channels d of the state: it after the chunk, o with what it adds, the chunk's
+    decay of it. w: a tile; q, k, g: rows."""
     if s.GK == 0:
         b, rest, total = 0.0, 0.0, tl.full([1], 1.0, tl.float32)
     else:
@@ -84,7 +84,7 @@ def through_state(S, o, w, q, k, g, at, scale, d, REVERSE: tl.constexpr, s):
         else:
             rest = decay.running_sums(tiles.load_gates(g, at, d, 1, s), True)
         total = decay.exp(first + second)
-    if o is not None:
+    if OUTPUT:
         read = (k, 1.0, rest) if REVERSE else (q, scale, b)
         o = tiles.product(load_scaled(*read, at, d, s), S, o, s)
     S *= total[:, None]
@@ -103,7 +103,7 @@ def store_parts(pointer, S, slot, head, H, d_v, s):
 
 @triton.jit(do_not_specialize=["L", "levels", "scale", "T", "N", "H"])
 def sweep_kernel(
-    q, k, w, g,              # [B, T, heads, K], [.., K], [.., V], [.., GK] or None
+    q, k, w, g,              # [B, T, heads, K], [.., K], [.., V], [.., GK]
     cu, L,
     levels,                  # log2(C); known only at run time, so that no loop is unrolled
     scale, T, N, H, REVERSE: tl.constexpr, s: tl.constexpr,
@@ -145,13 +145,13 @@ def sweep_kernel(
             store_parts(chunks, S, chunk_slot + c, head, H, d_v, s)
         P = scores(q_rows, k_rows, g_rows, at, scale, levels, REVERSE, s) if OUTPUT else None
         w_tile = tiles.load_values(tiles.rows_at(w, row, first, head), at, d_v, s)
-        o = tiles.product(P, w_tile, None, s) if OUTPUT else None
+        o = tiles.product(P, w_tile, None, s) if OUTPUT else 0.0
         held, lasted = S, lasting
         S, lasting = (), ()
         for p in tl.static_range(s.BK // s.KS):
             d = p * s.KS + tl.arange(0, s.KS)
             part, o, total = through_state(
-                held[p], o, w_tile, q_rows, k_rows, g_rows, at, scale, d, REVERSE, s
+                held[p], o, w_tile, q_rows, k_rows, g_rows, at, scale, d, REVERSE, OUTPUT, s
             )
             S += (part,)
             lasting += (lasted[p] * total,)

@@ -9,9 +9,10 @@ documents need no table for that: document n starts at slot cu[n] // L + n, whic
 all of its segments and grows with n, so that a program finds its document by bisection.
 
 Sizes: B rows, T tokens, H heads, K key dimension, V value dimension, N sequences; GK channels of
-the gate: 0 without one, 1 for a gate a head, or K. cu: the offsets [N + 1] of packed documents, or
-None. s: the call's ``support.Config``, known when a kernel is compiled. A tensor of tokens
-[B, T, heads, D] comes as (pointer, three strides, how many of the H heads share one of it, D).
+the gate: 0 without one (what stands for it is not read), 1 for a gate a head, or K. cu: the offsets
+[N + 1] of packed documents, or None. s: the call's ``support.Config``, known when a kernel is
+compiled. A tensor of tokens [B, T, heads, D] comes as (pointer, three strides, how many of the H
+heads share one of it, D).
 """
 
 import triton
@@ -23,19 +24,15 @@ from gla_kernels.decay import FLOOR
 @triton.jit
 def first_slot(cu, n, T, L):
     """Slot of the first segment (of L tokens) of sequence n."""
-    if cu is None:
-        return n * tl.cdiv(T, L)
-    else:
-        return tl.load(cu + n).to(tl.int32) // L + n
+    return n * tl.cdiv(T, L) if cu is None else tl.load(cu + n).to(tl.int32) // L + n
 
 
 @triton.jit
 def bounds_of(cu, n, T):
     """(row, first token, end token) of sequence n within its row."""
-    if cu is None:
-        return n, n * 0, n * 0 + T
-    else:
-        return n * 0, tl.load(cu + n).to(tl.int32), tl.load(cu + n + 1).to(tl.int32)
+    start = n * 0 if cu is None else tl.load(cu + n).to(tl.int32)
+    end = start + T if cu is None else tl.load(cu + n + 1).to(tl.int32)
+    return n if cu is None else n * 0, start, end
 
 
 @triton.jit
@@ -60,12 +57,9 @@ def find_segment(cu, slot, T, N, L):
 @triton.jit
 def rows_at(x, row, token, head):
     """(pointer to one head of one token of x, stride of tokens, D); offsets in 64 bits."""
-    if x is None:
-        return None
-    else:
-        pointer, stride_b, stride_t, stride_h, shared, D = x
-        pointer += row.to(tl.int64) * stride_b + token.to(tl.int64) * stride_t
-        return pointer + (head // shared).to(tl.int64) * stride_h, stride_t, D
+    pointer, stride_b, stride_t, stride_h, shared, D = x
+    pointer += row.to(tl.int64) * stride_b + token.to(tl.int64) * stride_t
+    return pointer + (head // shared).to(tl.int64) * stride_h, stride_t, D
 
 
 @triton.jit
@@ -89,7 +83,7 @@ def load_tile(rows, at, d, s):
 
 
 @triton.jit
-def load_gates(rows, at, d, SHIFT: tl.constexpr, s):
+def load_gates(rows, at, d, SHIFT, s):
     """Floored gates of the key channels d, SHIFT tokens further on; 0 past the chunk.
 
     [C, len(d)] fp32; a gate a head: [C, 1].
