@@ -85,7 +85,7 @@ GROUPS: dict[str, list[dict]] = {
     "packed": [
         dict(tokens=150, offsets=[0, 3, 3, 70, 150], heads=1),
         dict(tokens=130, offsets=[0, 1, 130, 130], heads=1, gate="none", dtype=BF16),
-        dict(tokens=70, offsets=[0, 0, 64, 70], heads=1, state=False),
+        dict(tokens=70, offsets=[0, 0, 64, 70], heads=1, state=False, strided=True),
     ],
     "op": [
         dict(through_op=True, tokens=37),
@@ -178,6 +178,8 @@ def run(
     wide = {n: x.double().requires_grad_() for n, x in given}
     arguments = {n: _strided(x) if strided else x for n, x in leaves.items()}
     cu = None if offsets is None else torch.tensor(offsets)
+    if cu is not None and strided:
+        cu = torch.stack([cu, cu + 1], 1)[:, 0]
     scale = 0.3
 
     q, k, v = (arguments.pop(n) for n in "qkv")
