@@ -65,19 +65,18 @@ def level_decays(g, level, s):
     To PARTS * 8 bits of every gate.
     """
     C: tl.constexpr = g.shape[0]
-    D: tl.constexpr = g.shape[1]
     PARTS: tl.constexpr = s.PARTS
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
     m = ((t >> (level + 1)) << (level + 1)) + (1 << level) - 1
     weights = (((u > m) & (u <= t)) | ((u > t) & (u <= m))).to(tl.int32).to(tl.bfloat16)
-    x = tl.broadcast_to(g, [C, 16]) if D == 1 else g  # the narrowest product there is
+    x = tl.broadcast_to(g, [C, 16]) if g.shape[1] == 1 else g  # the narrowest product there is
     total = tl.zeros(x.shape, tl.float32)
     for _ in tl.static_range(PARTS):
         part = x.to(tl.bfloat16)
         total = tl.dot(weights, part, total)
         x -= part.to(tl.float32)
-    if D == 1:
+    if g.shape[1] == 1:
         total = tl.max(total, 1, keep_dims=True)  # of 16 equal columns
     return exp(total)
 

@@ -131,6 +131,9 @@ def gradients_kernel(
     S = tiles.load_state(*before, head, H, d_k[None, :], d_v[:, None], s)
     v_rows = tiles.rows_at(v, row, first, head)
     do_rows = tiles.rows_at(do, row, first, head)
+    q_rows = tiles.rows_at(q, row, first, head)
+    k_rows = tiles.rows_at(k, row, first, head)
+    g_rows = tiles.rows_at(g, row, first, head)
     chunk_slot = tiles.first_slot(cu, n, T, C) + j * (L // C)
 
     for c in tl.range(tl.cdiv(stop - first, C), disable_licm=True):
@@ -140,9 +143,8 @@ def gradients_kernel(
         # of values: late, and again, as there are too few registers to hold it.
         do_tile = tiles.load_values(do_rows, at, d_v, s) if s.grad_VB == s.grad_BV else None
         v_tile = tiles.load_values(v_rows, at, d_v, s) if s.grad_VB == s.grad_BV else None
-        q_tile = tiles.load_tile(tiles.rows_at(q, row, first, head), at, d_k, s)
-        k_tile = tiles.load_tile(tiles.rows_at(k, row, first, head), at, d_k, s)
-        g_rows = tiles.rows_at(g, row, first, head)
+        q_tile = tiles.load_tile(q_rows, at, d_k, s)
+        k_tile = tiles.load_tile(k_rows, at, d_k, s)
         if s.GK > 0:
             gates = tiles.load_gates(g_rows, at, d_k, 0, s)
         if s.grad_VB == s.grad_BV:

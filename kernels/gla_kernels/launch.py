@@ -53,8 +53,7 @@ class Call:
         self.sizes = scale, self.T, self.N, self.H
         self.segments = self.cu, self.L, self.config.C.bit_length() - 1, *self.sizes
         # Without a limit, some spill a few bytes so that one more program fits.
-        self.options: dict[str, Any] = dict(s=self.config)
-        self.options |= dict(maxnreg=255) if device.is_nvidia else {}
+        self.options = dict(s=self.config, **(dict(maxnreg=255) if device.is_nvidia else {}))
 
     def rows_of(self, x: Tensor | None) -> Rows:
         """Of x [B, T, heads, D], its channels adjacent."""
