@@ -52,7 +52,8 @@ def find_checkpoint(path: Path) -> Path:
     if (path / storage.MANIFEST).exists():
         storage.verify_folder(path)
         return path
-    require_run(path)
+    if not (path / "checkpoints").is_dir():
+        require_run(path)
     checkpoint, skipped = storage.newest_verified(path / "checkpoints")
     for reason in skipped:
         logger.warning("skipped a checkpoint: %s", reason)
