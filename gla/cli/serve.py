@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gla.cli.arguments import Run, call, require
+from gla.cli.arguments import Run, call
 from gla.errors import ConfigError
 
 
@@ -68,17 +68,14 @@ def serve(
         raise ConfigError(
             f"--port: got {port}, expected 0 to 65535; fix with --port 0, which takes a free one"
         )
-    given = {
-        "max-body": max_body,
-        "max-tokens": max_tokens,
-        "max-states": max_states,
-        "concurrency": concurrency,
-        "queue": queue,
-        "grace": grace,
-    }
-    for option, value in given.items():
-        require(option, value, 1)
-    limits = Limits(**{option.removeprefix("max-"): value for option, value in given.items()})
+    limits = Limits(
+        max_body=max_body,
+        max_tokens=max_tokens,
+        max_states=max_states,
+        concurrency=concurrency,
+        queue=queue,
+        grace=grace,
+    )
     where = str(resolve_device(device))
     session = Session.open(run, device=where, weights=weights, impl=impl, compiled=compile)
     serve_forever(session, run.resolve().name, states or run / "states", limits, host, port)

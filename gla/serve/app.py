@@ -109,7 +109,7 @@ class Server:
 
     def application(self) -> web.Application:
         """The routes, ready to run; shutting it down saves all states."""
-        app = web.Application(middlewares=[self._guard], client_max_size=self._limits.body)
+        app = web.Application(middlewares=[self._guard], client_max_size=self._limits.max_body)
         app.router.add_get("/", self._page)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -145,7 +145,7 @@ class Server:
         except Refusal as refusal:
             response = _refused(refusal)
         except web.HTTPRequestEntityTooLarge:
-            limit = self._limits.body
+            limit = self._limits.max_body
             text = f"body: got more than {limit} bytes, expected at most that; fix by sending less"
             response = _refused(Refusal(413, text))
         except web.HTTPException as reason:

@@ -138,10 +138,11 @@ def prompts_of(body: CompletionBody, limits: Limits) -> list[str]:
             f"prompt: got {len(prompts)} prompts × n = {body.n}, expected 1 to {most} texts; fix n "
             "or send several requests",
         )
-    if body.max_tokens > limits.tokens:
+    if body.max_tokens > limits.max_tokens:
         raise Refusal(
             400,
-            f"max_tokens: got {body.max_tokens}, expected at most {limits.tokens}; fix max_tokens",
+            f"max_tokens: got {body.max_tokens}, expected at most {limits.max_tokens}; fix "
+            "max_tokens",
         )
     if body.save_state is not None and choices > 1:
         raise Refusal(400, f"save_state: got {choices} texts, expected one; fix n or the prompt")

@@ -72,10 +72,10 @@ class StateStore:
     def check_room(self, name: str) -> None:
         """Refuse a new name where there is no room for it."""
         with self._lock:
-            if name not in self._known and len(self._known) >= self._limits.states:
+            if name not in self._known and len(self._known) >= self._limits.max_states:
                 raise Refusal(
                     409,
-                    f"name: got a new state, expected at most {self._limits.states}; fix by "
+                    f"name: got a new state, expected at most {self._limits.max_states}; fix by "
                     "deleting one",
                 )
 

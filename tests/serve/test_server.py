@@ -217,7 +217,7 @@ def test_what_is_no_http_is_refused_and_the_server_lives(server, sent):
 
 
 def test_a_full_queue_refuses_clearly(start):
-    server = start(concurrency=1, queue=2, tokens=4000)
+    server = start(concurrency=1, queue=2, max_tokens=4000)
     with ThreadPoolExecutor(8) as pool:
         body = {"prompt": "the", "max_tokens": 300, **GREEDY}
         answers = list(pool.map(lambda _: server.ask("POST", "/v1/completions", body), range(8)))
@@ -232,7 +232,7 @@ def test_a_full_queue_refuses_clearly(start):
 
 
 def test_too_many_states_are_refused(start):
-    server = start(states=1)
+    server = start(max_states=1)
     assert server.ask("POST", "/v1/states", {"name": "a", "text": "x"})[0] == 200
     assert server.ask("POST", "/v1/states", {"name": "a", "text": "y"})[0] == 200
     assert server.ask("POST", "/v1/states", {"name": "b", "text": "x"})[0] == 409
@@ -248,7 +248,7 @@ def until(condition, seconds: float = 10) -> None:
 
 def test_a_client_that_leaves_frees_its_place(start, session, monkeypatch):
     monkeypatch.setattr(session.tokenizer, "eos_id", -1)  # it writes without end
-    server = start(concurrency=1, queue=1, tokens=1_000_000)
+    server = start(concurrency=1, queue=1, max_tokens=1_000_000)
     body = json.dumps({"prompt": "the", "max_tokens": 1_000_000, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
@@ -261,7 +261,7 @@ def test_a_client_that_leaves_frees_its_place(start, session, monkeypatch):
 
 def test_shutting_down_ends_requests_and_saves_their_states(start, session, monkeypatch):
     monkeypatch.setattr(session.tokenizer, "eos_id", -1)  # it writes without end
-    server = start(tokens=1_000_000)
+    server = start(max_tokens=1_000_000)
     answers: list[Any] = []
     body = {"prompt": "the", "max_tokens": 1_000_000, "save_state": "long", **GREEDY}
     asking = threading.Thread(target=lambda: answers.append(server.complete(**body)))
