@@ -269,8 +269,7 @@ def recipe_of(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:
         build(recipe)
         return options, recipe
     except ConfigError as faults:
-        text = str(faults).replace("[model.mixers.", f"[variants.{variant}.mixers.")  # there here
-        raise ConfigError("\n".join(where + line for line in text.splitlines())) from None
+        raise ConfigError("\n".join(where + line for line in str(faults).splitlines())) from None
 
 
 def _recipe(suite: Suite, task: str, variant: str) -> tuple[Table, Table]:

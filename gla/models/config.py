@@ -191,7 +191,7 @@ class ModelConfig(BaseModel):
                 if name not in self.mixers:
                     faults.append(
                         f"layers[{i}]: got {entry!r}, expected {nearest(name, known)}, or define "
-                        f"it by a table [model.mixers.{name}]"
+                        f"it by a table mixers.{name} beside layers"
                     )
         if faults:
             raise ConfigError("\n".join(faults))

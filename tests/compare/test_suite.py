@@ -110,7 +110,7 @@ def test_sizes_are_tables(suite_file: Path, sizes: str) -> None:
         (
             '["softmax"]',
             '["bar"]',
-            r"got 'bar', .*; fix the name, or .* a table \[variants\.softmax\.mixers\.bar\]",
+            r"got 'bar', .*; fix the name, or .* a table mixers\.bar beside layers",
         ),
         ("seeds = 2", "seed = 2", "seed: got an unknown key, expected.*'seeds'"),
         ('kind = "mqar"', 'kind = "mqr"', "kind: got 'mqr', expected.*'mqar'"),

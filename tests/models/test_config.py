@@ -126,7 +126,7 @@ GOOD = {"d_model": 16, "vocab_size": 8, "layers": ["gla"]}
         ({"layers": ["(gla, sofmax)*2"]}, r"layers\[0\]: .*; fix by writing 'softmax'"),
         (
             {"layers": ["zzzz"]},
-            r"one of linear, .*; fix the name, or .* table \[model\.mixers\.zzzz\]",
+            r"one of linear, .*; fix the name, or .* table mixers\.zzzz beside layers",
         ),
         ({"mixers": {"a": {}}}, "mixers.a.kind: got nothing, expected one of .*linear_attention"),
         ({"mixers": {"a": {"kind": "softmax"}}}, "mixers.a.kind: .*'softmax_attention'"),
