@@ -48,7 +48,7 @@ def prepare(
     """
     from rich.console import Console
 
-    from gla.data.corpus import Corpus
+    from gla.data.corpus import Corpus, counted
     from gla.data.prepare import prepare
 
     corpus = Corpus(sources, text_field=text_field, max_bad=max_bad, weights=weights)
@@ -63,10 +63,10 @@ def prepare(
     seconds = time.perf_counter() - began
     for name, split in (("train", done.train), ("val", done.val)):
         print(
-            f"{out / name}: {_counted(split.num_documents, 'document')}, {split.num_tokens:,} "
+            f"{out / name}: {counted(split.num_documents, 'document')}, {split.num_tokens:,} "
             f"tokens, {split.num_bytes:,} bytes of text"
         )
-    left_out = (_counted(done.duplicates, "duplicate"), _counted(done.skipped, "faulty record"))
+    left_out = (counted(done.duplicates, "duplicate"), counted(done.skipped, "faulty record"))
     print(f"left out: {', '.join(left_out)}")
     if (mixture := corpus.end_of_mixture()) is not None:
         print(mixture)
@@ -74,7 +74,3 @@ def prepare(
     print(f"speed: {size / 1e6 / seconds:,.1f} MB of text a second, in {seconds:.1f} s")
     print(f"next: gla train RECIPE --data.path {out}")
     return 0
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

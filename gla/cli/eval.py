@@ -175,7 +175,18 @@ def measure(
         check_tokenizer(checkpoint, tokenizer.fingerprint)
     precision = resolve_precision(config.train.precision, place)
     options: dict[str, Any] = {"impl": impl, "allow_nonfinite": allow_nonfinite}
-    if config.objective.kind != "next_token":
+    if config.objective.kind == "next_token":
+        seq_len = config.eval.seq_len or config.train.seq_len
+        figures = evaluate(
+            LanguageModel.load(checkpoint, str(place), **options),
+            dataset,
+            tokenizer.piece_bytes,
+            seq_len=seq_len,
+            batch_size=max(1, config.train.rows * config.train.seq_len // seq_len),
+            batches=batches,
+            precision=precision,
+        )
+    else:
         from gla.models.encoder import Encoder
         from gla.train.encoder_objective import evaluate_encoder
 
@@ -183,15 +194,4 @@ def measure(
         figures = evaluate_encoder(
             encoder, config, dataset, tokenizer, batches=batches, precision=precision
         )
-        return {**figures, "split_tokens": dataset.num_tokens}
-    seq_len = config.eval.seq_len or config.train.seq_len
-    figures = evaluate(
-        LanguageModel.load(checkpoint, str(place), **options),
-        dataset,
-        tokenizer.piece_bytes,
-        seq_len=seq_len,
-        batch_size=max(1, config.train.rows * config.train.seq_len // seq_len),
-        batches=batches,
-        precision=precision,
-    )
     return {**figures, "split_tokens": dataset.num_tokens}

@@ -141,16 +141,11 @@ class Corpus:
         """Say which source ended the mixture, and how much was read; None without weights."""
         if not self.weights or self._ended < 0:
             return None
-
-        def documents(count: int) -> str:
-            return f"{count:,} document{'' if count == 1 else 's'} used"
-
         pairs = list(zip(self.sources, self._used, strict=True))
         name, used = pairs.pop(self._ended)
-        others = "; ".join(f"{other}: {documents(count)}" for other, count in pairs)
-        return f"mixture: ended where {name} ran out, with all of its {documents(used)}" + (
-            f"; {others}, the rest left out" if others else ""
-        )
+        others = "; ".join(f"{other}: {counted(count, 'document')} used" for other, count in pairs)
+        ended = f"mixture: ended where {name} ran out, with all of its {counted(used, 'document')}"
+        return f"{ended} used" + (f"; {others}, the rest left out" if others else "")
 
     def _read_new(self, source: str, seen: set[bytes]) -> Iterator[Document | _Fault]:
         """Read a source without the texts whose digests are in ``seen``, which grows."""
@@ -214,6 +209,11 @@ def _walk(folder: Path) -> Iterator[str]:
     for root, folders, files in os.walk(folder):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         yield from (os.path.join(root, file) for file in files if not file.startswith("."))
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 document``, ``2,000 documents``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _open(file: Path) -> BinaryIO:
