@@ -227,6 +227,7 @@ def test_checkpoints(place: Path, tmp_path: Path, count: int) -> None:
         mutate_folder(place / "step-00000001", tmp_path / "x", rng, ("config.toml",))
         storage.verify_folder(tmp_path / "x")
         checkpoint.load(tmp_path / "x", model, torch.optim.AdamW(model.parameters()))
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
         if rng.random() < 0.2:
             LanguageModel.load(tmp_path / "x")
 
@@ -236,10 +237,13 @@ def test_checkpoints(place: Path, tmp_path: Path, count: int) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 def test_states(place: Path, tmp_path: Path, count: int) -> None:
     like = small_model().init_state(1)
+    saved, facts = states.load(place / "x.state", like)
 
     def attempt(rng: random.Random) -> None:
         (tmp_path / "x").write_bytes(mutate((place / "x.state").read_bytes(), rng))
-        states.load(tmp_path / "x", like)
+        loaded, said = states.load(tmp_path / "x", like)
+        pairs = zip(states.tensors(loaded), states.tensors(saved), strict=True)
+        assert said == facts and all(torch.equal(a, b) for a, b in pairs)
 
     attempt_all(attempt, count)
 

@@ -81,13 +81,17 @@ def test_a_warm_state_adds_no_more_than_itself(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_nothing_is_kept_without_gradients(impl: str) -> None:
-    inputs = make_inputs(1, 64, 2, 16, 16)
+    tensors, saved = named(make_inputs(1, 64, 2, 16, 16)), []
 
     def pack(x: Tensor) -> Tensor:
-        raise AssertionError("saved a tensor")
+        saved.append(x.shape)
+        return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        call(named(inputs), impl)
+        call(tensors, impl)
+        assert not saved
+        call({name: x.requires_grad_() for name, x in tensors.items()}, impl)
+        assert saved
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C library of Linux")

@@ -40,7 +40,9 @@ def _loss(o: Tensor, state: gla.LinearState) -> Tensor:
     return total
 
 
-def _close(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype, gradient=False):
+def _assert_close(
+    got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype, gradient=False
+):
     for name, x in want.items():
         assert error(got[name], x) <= limit(dtype, gradient=gradient), name
 
@@ -68,8 +70,10 @@ def test_split_anywhere(impl: str, gate: str, dtype: torch.dtype) -> None:
         first = _run(leaves, impl, 0, at, _state(leaves))
         second = _run(leaves, impl, at, T, first.final_state)
         o = torch.cat([first.o, second.o], dim=1)
-        _close({"o": o, "S": second.final_state.S}, {"o": whole.o, "S": whole.final_state.S}, dtype)
-        _close(_gradients(_loss(o, second.final_state), leaves), want, dtype, gradient=True)
+        _assert_close(
+            {"o": o, "S": second.final_state.S}, {"o": whole.o, "S": whole.final_state.S}, dtype
+        )
+        _assert_close(_gradients(_loss(o, second.final_state), leaves), want, dtype, gradient=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -90,9 +94,9 @@ def test_many_pieces_of_many_sizes_normalized(impl: str, level: float) -> None:
     o = torch.cat(outputs, dim=1)
     assert state is not None and state.z is not None and whole.final_state.z is not None
     want = {"o": whole.o, "S": whole.final_state.S, "z": whole.final_state.z}
-    _close({"o": o, "S": state.S, "z": state.z}, want, torch.float64)
+    _assert_close({"o": o, "S": state.S, "z": state.z}, want, torch.float64)
     got = _gradients(_loss(o, state), leaves)
-    _close(got, _gradients(_loss(*whole), leaves), torch.float64, gradient=True)
+    _assert_close(got, _gradients(_loss(*whole), leaves), torch.float64, gradient=True)
 
 
 def test_the_forms_continue_each_other() -> None:
@@ -198,12 +202,12 @@ def test_packed_equals_separate_calls(
         torch.cat([part.final_state.S for part in parts]),
         torch.cat([part.final_state.z for part in parts]) if normalize else None,
     )
-    _close({"o": together.o, "S": together.final_state.S}, {"o": o, "S": states.S}, dtype)
+    _assert_close({"o": together.o, "S": together.final_state.S}, {"o": o, "S": states.S}, dtype)
     if normalize:
         assert together.final_state.z is not None and states.z is not None
         assert error(together.final_state.z, states.z) <= limit(dtype)
     got, want = (_gradients(_loss(*x), leaves) for x in (together, (o, states)))
-    _close(got, want, dtype, gradient=True)
+    _assert_close(got, want, dtype, gradient=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

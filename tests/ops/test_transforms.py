@@ -53,7 +53,7 @@ def _run(run: Any, inputs: Inputs) -> Evaluation:
     return Evaluation({n: x.detach() for n, x in values.items()}, gradients)
 
 
-def _same(got: Evaluation, want: Evaluation) -> None:
+def _assert_same(got: Evaluation, want: Evaluation) -> None:
     for kind in ("values", "gradients"):
         for name, x in getattr(want, kind).items():
             assert torch.equal(getattr(got, kind)[name], x), (kind, name)
@@ -89,7 +89,7 @@ def test_traced_without_graph_breaks(impl: str, call: tuple[dict, dict]) -> None
         return op_values(leaves, impl, **options)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    _same(_run(compiled, inputs), _run(run, inputs))
+    _assert_same(_run(compiled, inputs), _run(run, inputs))
 
 
 @needs_compiler

@@ -46,7 +46,7 @@ def load(server):
 
 
 def test_a_client_that_leaves_the_queue_frees_its_place(start, endless):
-    server = start(concurrency=1, queue=1, tokens=1_000_000)
+    server = start(concurrency=1, queue=1, max_tokens=1_000_000)
     with send(server, ENDLESS) as working:
         assert working.recv(100).startswith(b"HTTP/1.1 200")
         with send(server, ENDLESS):
@@ -55,7 +55,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place(start, endless):
 
 
 def test_a_request_that_could_never_find_room_is_refused_for_good(start, endless):
-    server = start(concurrency=1, queue=2, tokens=1_000_000)
+    server = start(concurrency=1, queue=2, max_tokens=1_000_000)
     status, answer = server.ask("POST", "/v1/completions", {"n": 4})
     assert status == 400 and "expected 1 to 3 texts" in answer["error"]["message"]
     with send(server, ENDLESS) as working:
@@ -74,7 +74,7 @@ def test_bodies_that_do_not_arrive_are_bounded_in_number(start):
 
 def test_a_request_that_does_not_arrive_is_not_waited_for(start, endless, monkeypatch):
     monkeypatch.setattr(app, "_HEAD_SECONDS", 0.5)
-    server = start(tokens=1_000_000)
+    server = start(max_tokens=1_000_000)
     asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with send(server, ENDLESS) as working:
         assert working.recv(100).startswith(b"HTTP/1.1 200")
@@ -91,10 +91,11 @@ def test_a_request_that_does_not_arrive_is_not_waited_for(start, endless, monkey
 def test_a_client_that_takes_nothing_is_let_go(start, endless, monkeypatch):
     monkeypatch.setattr(app, "_READ_SECONDS", 0.3)
     monkeypatch.setattr(app.Server, "_logprobs", lambda *_: {"much": "x" * 2_000_000})
-    server = start(tokens=1_000_000)
+    server = start(max_tokens=1_000_000)
     with send(server, {**ENDLESS, "logprobs": 1}):
         until(lambda: load(server) == (1, 0))
         until(lambda: load(server) == (0, 0))
+    assert server.complete(prompt="the", max_tokens=1)["usage"]["completion_tokens"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,8 @@ def test_a_client_that_takes_nothing_is_let_go(start, endless, monkeypatch):
     ],
 )
 def test_extreme_options_are_answered(server, options):
-    server.complete(prompt="the", max_tokens=10, seed=1, **options)
+    answer = server.complete(prompt="the", max_tokens=10, seed=1, **options)
+    assert 0 <= answer["usage"]["completion_tokens"] <= 10
 
 
 def test_a_word_without_end_is_read_like_any_text(server):
