@@ -136,7 +136,9 @@ def _backward(
     grads = [empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
     product = product_dtype(q, v)
     if log_decay is not None and need_gate:
-        grads.append(empty(tuple(inputs[3].shape), wide, q.device))
+        # A gate fixed a head has one gradient for all tokens, summed before it is rounded.
+        dtype = wide if log_decay.dim() == 1 else log_decay.dtype
+        grads.append(empty(tuple(inputs[3].shape), dtype, q.device))
         # A gate's gradient is what is left of sums over the chunk: rounded to bf16, they would show
         # in it by 2 to 15 %.
         product = wide
