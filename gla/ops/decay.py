@@ -41,7 +41,6 @@ from gla.ops.memory import Buffers
 
 MILD = 16.0
 _BITS = 1 / math.log(2)  # exp2 takes 0.4 of the time of exp
-_BLOCK = 8  # tokens whose gates are summed one after another
 
 
 def floor_of(dtype: torch.dtype) -> float:
@@ -106,40 +105,31 @@ class Factors(NamedTuple):
     strong: Strong | None
 
 
-@functools.lru_cache(maxsize=16)
-def _matrices(
-    N: int, C: int, middle: int, unit: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """What maps the gates of N tiles to unit * (b_t - b_middle), by blocks of 8 tokens; b_0 is 0.
+def _add_up(x: Tensor, reverse: bool = False) -> Tensor:
+    """Running sums of x [N, C, D] over its tokens, in place; from the last one on if ``reverse``.
 
-    Returns:
-        [N * C/8, 8, 8] of sums inside a block (they lie there N times because bmm wants them so),
-        and [C/8, C/8] of sums over the blocks between a block and the middle.
+    By halving: each block's half takes what the other half ends with. At most log2(C) numbers are
+    added one after another, so 63 small gates after a large one do not all round the same way.
     """
-    ones = torch.full((_BLOCK, _BLOCK), unit, dtype=dtype, device=device)
-    blocks, half = C // _BLOCK, middle // _BLOCK
-    inside = torch.stack([-ones.triu(1)] * half + [ones.tril()] * (blocks - half)).repeat(N, 1, 1)
-    i, j = torch.arange(blocks, device=device).unsqueeze(1), torch.arange(blocks, device=device)
-    right = (j >= half) & (j < i)
-    left = (j < half) & (j > i) & (i < half)
-    return inside, unit * (right.to(dtype) - left.to(dtype))
+    h = 1
+    while h < x.shape[1]:
+        left, right = halves(x, h)
+        if reverse:
+            left += right[:, :, :1]
+        else:
+            right += left[:, :, -1:]
+        h *= 2
+    return x
 
 
-def _sums_from(
-    middle: int, x: Tensor, out: Tensor, unit: float = 1.0, transpose: bool = False
-) -> Tensor:
-    """The map from gates to unit * (b_t - b_middle), or its transpose, of x [N, C, D].
-
-    Sums start at the middle, so nothing cancels, and at most 8 terms and the blocks between are
-    added one after another: 31 small gates after a large one would all round the same way.
-    """
-    N, C, D = x.shape
-    inside, between = _matrices(N, C, middle, unit, x.dtype, x.device)
-    if transpose:
-        inside, between = inside.transpose(1, 2), between.T
-    torch.bmm(inside, x.view(-1, _BLOCK, D), out=out.view(-1, _BLOCK, D))
-    blocks = x.view(N, -1, _BLOCK, D).sum(2)
-    out.view(N, -1, _BLOCK, D).add_(torch.matmul(between, blocks).unsqueeze(2))
+def _from_middle(x: Tensor, out: Tensor) -> Tensor:
+    """b_t - b_mid in out, from gates x [N, C, D]: sums start at the middle, so nothing cancels."""
+    half = x.shape[1] // 2
+    torch.neg(x[:, 1:half], out=out[:, : half - 1])
+    out[:, half - 1] = 0.0
+    out[:, half:] = x[:, half:]
+    _add_up(out[:, :half], reverse=True)
+    _add_up(out[:, half:])
     return out
 
 
@@ -154,8 +144,8 @@ def factors_from_start(g: Tensor, C: int, H: int, work: Buffers) -> Factors | No
     rows, tokens, G, D = g.shape
     g = work.widen("g_tokens", g).reshape(-1, C, G * D).contiguous()
     x, to_k = (work(name, *g.shape) for name in ("to_q_tokens", "to_k_tokens"))
-    total = _sums_from(0, g, x, unit=_BITS)[:, -1]
-    if not bool(total.min() >= -MILD * _BITS):  # so written that the NaN of 0 * -inf is too much
+    total = _add_up(torch.mul(g, _BITS, out=x))[:, -1]
+    if not bool(total.min() >= -MILD * _BITS):  # so written that NaN is too much
         return None
     torch.reciprocal(x.exp2_(), out=to_k)
     by_chunk = (rows, tokens // C, C, G, D)
@@ -176,7 +166,7 @@ def factors(g: Tensor, work: Buffers) -> Factors:
     to_q and to_k lie in ``work``.
     """
     N, C, D = g.shape
-    x = _sums_from(C // 2, g.clamp_min_(floor_of(g.dtype)), work("to_q", N, C, D))
+    x = _from_middle(g.clamp_min_(floor_of(g.dtype)), work("to_q", N, C, D))
     decays = torch.stack((g[:, 0] - x[:, 0], x[:, -1]))  # of the chunks' halves
     total = decay_of(decays.sum(0)).unsqueeze(-1)
     mild = (decays >= -MILD).all(-1).all(0)
@@ -340,6 +330,11 @@ def mild_gate_grad(d_exponent: Tensor, d_start: Tensor, d_end: Tensor, work: Buf
             chunk: S dS and S' dS'. Without them dq, dk and dv stay right and dg is wrong.
     """
     N, C, D = d_exponent.shape
-    dg = _sums_from(C // 2, d_exponent, work("dg", N, C, D), transpose=True)
-    dg.view(N, 2, C // 2, D).add_(torch.stack((d_start, d_end), 1).unsqueeze(2))
+    half, dg = C // 2, work("dg", N, C, D)
+    dg[:, 0] = d_start
+    torch.neg(d_exponent[:, : half - 1], out=dg[:, 1:half])
+    dg[:, half:] = d_exponent[:, half:]
+    dg[:, -1] += d_end
+    _add_up(dg[:, :half])
+    _add_up(dg[:, half:], reverse=True)
     return dg
