@@ -16,7 +16,6 @@ Sizes: C tokens of a chunk, H heads, D = K or 1 key channels with a gate of thei
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -77,7 +76,7 @@ def scan(
     ends = work(f"{name} bound", 2 if halves else s.rows, *updates.shape[2:])
     bound = ends if not halves else ends[:1] if reverse else ends[1:]
 
-    places = [*(states[:, j] for j in order), bound]
+    places = [*states.unbind(1)[:: -1 if reverse else 1], bound]
     places[0].copy_(entry)
     for i, j in enumerate(order):
         chunk = s.first + j
@@ -142,20 +141,22 @@ def _both_halves(
     if decays is not None:
         decays = decays.view(2, -1, *decays.shape[2:])
         over = decays.flip(1).cumprod(1).flip(1) if reverse else decays.cumprod(1)
-    order = list(range(states.shape[1]))[:: -1 if reverse else 1]
-    first, second, last = order[0], order[1], order[-1]
+    first, last, step = (-1, 0, -1) if reverse else (0, -1, 1)
     near, far = (1, 0) if reverse else (0, 1)
     rest, before_rest = (slice(-2), slice(1, -1)) if reverse else (slice(2, None), slice(1, -1))
+    # Views of each chunk in the order of the scan; taken one by one they cost as much as a sum.
+    places, added = (x.unbind(1)[::step] for x in (states, updates))
+    kept = [None] * len(places) if decays is None else decays.unbind(1)[::step]
 
-    state = updates[:, first]  # both from 0: what lies at the far entry is not read yet
-    for i, after in itertools.pairwise(order[1:]):
-        _step(updates[:, i], state, _at(decays, i), states[:, after])
-        state = states[:, after]
+    state = added[0]  # both from 0: what lies at the far entry is not read yet
+    for i in range(1, len(places) - 1):
+        _step(added[i], state, kept[i], places[i + 1])
+        state = places[i + 1]
 
     # What the near half ends with is the entry of the far one; then both carry theirs through.
-    entry = states[:, first]
-    _step(updates[near, last], state[near], _at(decays, last, near), entry[far])
+    entry = places[0]
+    _step(added[-1][near], state[near], _at(decays, last, near), entry[far])
     _step(entry[far], entry[near], _at(over, last, near), entry[far])
-    _step(updates[:, first], entry, _at(over, first), states[:, second])
+    _step(added[0], entry, _at(over, first), places[1])
     _step(states[:, rest], entry.unsqueeze(1), _at(over, before_rest), states[:, rest])
-    _step(updates[:, last], states[:, last], _at(decays, last), ends)
+    _step(added[-1], places[-1], kept[-1], ends)
