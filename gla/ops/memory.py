@@ -2,7 +2,9 @@
 
 The C library maps a block over 32 MB afresh at every call, and smaller ones that were at the top of
 the heap often too; filling an output by 4 KB page faults takes as long as a third of the forward
-pass. Asking Linux for 2 MB pages removes most of that.
+pass. Asking Linux for 2 MB pages removes most of that. The threads write a segment at a time, both
+halves of which lie on the same such page, so that one waits for the other's fault: blocks that are
+sure to be new are touched first, each half by a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import sys
 import torch
 from torch import Tensor
 
-_LARGE = 4 << 20
+_LARGE = 4 << 20  # bytes from which an output lies on huge pages
+_NEW = 32 << 20  # bytes from which the C library has no block to use again
+_STRIDE = 256  # bytes between touched places: enough of them for torch to use its threads
 
 
 @functools.cache
@@ -37,6 +41,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         start = -(-out.data_ptr() // page) * page
         # Advice: it may be refused.
         advise(start, (out.data_ptr() + out.nbytes - start) // page * page)
+        if out.nbytes >= _NEW:
+            out.view(-1)[:: _STRIDE // out.itemsize].zero_()
     return out
 
 
