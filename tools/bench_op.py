@@ -6,7 +6,9 @@ Each ratio is the best of several runs over the best of several runs, in two rou
 the op's own matrix products alone, batched as a plain loop would: four forward, ten backward
 (counted as 2.5 times the four). B 1, H 8, K = V = 64, fp32 unless a row says otherwise.
 mlstm_kernels and the causal product of fast-transformers are measured where they can be imported,
-and named where not. Takes three to five minutes on two cores; each part is printed when measured.
+and named where not; where the products are compared with the time that a target leaves, 1 and more
+means that the target leaves no time for anything else. ``tools/profile_op.py`` has the parts of the
+op's time. Takes three to five minutes on two cores; each part is printed when measured.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gla
+from gla.ops.memory import empty
 
 H, K, C = 8, 64, 64
 
@@ -100,10 +103,10 @@ def both(f: Callable[..., Tensor], x: list[Tensor]) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(f(*x), x, upstream)
 
 
-def products(T: int) -> Callable[[], Any]:
+def products(T: int, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
     """The four products of the forward pass on T tokens, 64 tiles at a time."""
-    q, k, v = (torch.randn(H * T // C, C, K) for _ in range(3))
-    S = torch.randn(H * T // C, K, K)
+    q, k, v = (torch.randn(H * T // C, C, K).to(dtype) for _ in range(3))
+    S = torch.randn(H * T // C, K, K).to(dtype)
 
     def run() -> None:
         for i in range(0, q.shape[0], 64):
@@ -145,11 +148,18 @@ def against_length_and_dtype(seconds: float) -> dict[str, float]:
     narrow = inputs(8192, torch.bfloat16, grad=True)
     f_short, f_long = best(forward(op, short), forward(op, long), seconds=2 * seconds)
     b_short, b_long = best(both(op, short), both(op, long), seconds=2 * seconds)
-    wide, half = best(both(op, short), both(op, narrow), seconds=seconds)
+    wide, half, products_wide, products_half = best(
+        both(op, short),
+        both(op, narrow),
+        products(8192),
+        products(8192, torch.bfloat16),
+        seconds=seconds,
+    )
     return {
         "forward 64k / 8k": f_long / f_short,
         "forward + backward 64k / 8k": b_long / b_short,
         "bf16 / fp32, forward + backward 8k": half / wide,
+        "bf16 / fp32, the products": products_half / products_wide,
     }
 
 
@@ -234,15 +244,17 @@ def against_mlstm(seconds: float) -> dict[str, float]:
         return h if isinstance(h, Tensor) else h[0]
 
     args, ours = [*peer, *raw], [q, k, v, gate]
-    f_theirs, f_ours, b_theirs, b_ours = best(
+    f_theirs, f_ours, b_theirs, b_ours, four = best(
         forward(theirs, args),
         forward(op, ours),
         both(theirs, args),
         both(op, ours),
+        products(8192),
         seconds=seconds,
     )
     return {
         "mlstm_kernels / head gate, forward 8k": f_theirs / f_ours,
+        "products / a fourth of mlstm_kernels, forward 8k": 4 * four / f_theirs,
         "mlstm_kernels / head gate, forward + backward 8k": b_theirs / b_ours,
     }
 
@@ -262,8 +274,13 @@ def against_fast_transformers(seconds: float) -> dict[str, float]:
                 forward(op, x), forward(causal_dot_product, peer), seconds=2 * seconds
             )
             found["no gate / fast-transformers, forward 8k"] = ours / theirs
-        ours, theirs = best(both(op, x), both(causal_dot_product, peer), seconds=2 * seconds)
+        ours, theirs, four = best(
+            both(op, x), both(causal_dot_product, peer), products(T), seconds=2 * seconds
+        )
         found[f"no gate / fast-transformers, forward + backward {name}"] = ours / theirs
+    found["products / 0.85 of fast-transformers, forward + backward 64k"] = (
+        3.5 * four / theirs / 0.85
+    )
     return found
 
 
@@ -284,6 +301,25 @@ def between_cores(when: str) -> dict[str, float]:
             noted.append(time.perf_counter() - before)
     other, same = statistics.median(times[32]), statistics.median(times[0])
     return {f"read from the other core / from the own, {when}": other / same}
+
+
+def fresh_memory(when: str) -> dict[str, float]:
+    """Time of filling memory of the system's for the first time over that of filling it again.
+
+    As much as an output of 65,536 tokens. Some 2 to 3; a virtual machine whose host takes free
+    memory back waits for each page, up to 20 times as long, and every large output with it.
+    """
+    first, again = [], []
+    for _ in range(5):
+        time.sleep(0.5)
+        x = empty((1, 65536, H, K), torch.float32, torch.device("cpu"))
+        for noted in (first, again):
+            before = time.perf_counter()
+            x.fill_(1.0)
+            noted.append(time.perf_counter() - before)
+        del x
+    ratio = statistics.median(first) / statistics.median(again)
+    return {f"134 MB filled for the first time / again, {when}": ratio}
 
 
 def describe(figure: tuple[str, float]) -> str:
@@ -314,6 +350,7 @@ def main() -> None:
             print("\n".join(map(describe, figures.items())), flush=True)
 
     note(memory(options.threads))
+    note(fresh_memory("before"))
     note(between_cores("before"))
     parts = (against_products, against_length_and_dtype, against_softmax, against_softmax_model)
     for part in parts:
@@ -327,6 +364,7 @@ def main() -> None:
         except ImportError as reason:
             missing.append(f"{name}: {reason}")
     note(between_cores("after"))
+    note(fresh_memory("after"))
     if options.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         print(
