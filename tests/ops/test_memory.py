@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from gla.testing import GATE_SHAPES, Inputs, make_inputs
+from gla import gated_linear_attention
+from gla.testing import GATE_SHAPES, TOLERANCES, Inputs, error, make_inputs
 from tests.ops.agreement import IMPLS, call, differentiate, evaluate, named, upstream_of
 
 
@@ -92,6 +93,21 @@ def test_nothing_is_kept_without_gradients(impl: str) -> None:
         assert not saved
         call({name: x.requires_grad_() for name, x in tensors.items()}, impl)
         assert saved
+
+
+def test_outputs_of_32_mb_are_those_of_their_parts() -> None:
+    q, k = torch.randn(2, 1, 2048, 8, 16).unbind()
+    v = torch.randn(1, 2048, 8, 512)  # as large as the output and its own gradient
+
+    def run(v: Tensor) -> tuple[Tensor, Tensor]:
+        v = v.detach().requires_grad_()
+        o = gated_linear_attention(q, k, v, impl="torch").o
+        return o.detach(), torch.autograd.grad(o, v, v.detach())[0]
+
+    whole = run(v)
+    assert whole[0].nbytes == 32 * 2**20
+    for found, *parts in zip(whole, *(run(x) for x in v.chunk(4, -1)), strict=True):
+        assert error(found, torch.cat(parts, -1)) < TOLERANCES[torch.float32].value
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C library of Linux")
