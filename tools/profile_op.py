@@ -3,8 +3,8 @@
     python tools/profile_op.py [--tokens 8192] [--threads 2] [--calls 10]
 
 B 1, H 8, K = V = 64. Microseconds for 512 tokens of the 8 heads, which is a segment: the whole as
-it runs alone, and its parts, from calls in between whose operations are timed one by one. What is
-left is Python and the dispatch of 100 to 200 operations a segment and pass.
+it runs alone, and its parts, from calls in between whose operations are timed one by one, each with
+its dispatch. What is left is Python and views.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SEGMENT = 512
 
 PRODUCTS = {"bmm", "baddbmm"}
 EXPONENTIALS = {"exp", "exp2", "threshold", "reciprocal"}
-VIEWS = "views"  # no kernel: counted as Python and dispatch
+COPIES = {"copy", "clone", "to", "_to_copy", "reshape", "flatten", "contiguous"}
+MEMORY = {"empty", "new_empty", "zeros", "new_zeros"}
+REST = "Python and views"
 
 
 class Clock(TorchDispatchMode):
@@ -42,22 +44,30 @@ class Clock(TorchDispatchMode):
                 return func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
         before = time.perf_counter()
         result = func(*args, **kwargs)
-        self.spent[kind(func, args, kwargs)] += time.perf_counter() - before
+        spent = time.perf_counter() - before
+        if not (func.is_view and shares(result, args[0])):
+            self.spent[kind(func.overloadpacket.__name__.rstrip("_"), args, result)] += spent
         return result
 
 
-def kind(func: Any, args: tuple, kwargs: dict) -> str:
+def shares(result: Any, x: torch.Tensor) -> bool:
+    """Whether what a view operation returned is one: some copy where they must."""
+    return not isinstance(result, torch.Tensor) or (
+        result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    )
+
+
+def kind(name: str, args: tuple, result: Any) -> str:
     """What an aten operation is counted as."""
-    name = func.overloadpacket.__name__.rstrip("_")
-    if func.is_view:
-        return VIEWS
     if name in PRODUCTS:
         return f"products, {str(args[0].dtype).removeprefix('torch.')}"
     if name in EXPONENTIALS:
         return "exponentials, reciprocals"
-    if name in ("copy", "_to_copy"):
-        into = args[0].dtype if name == "copy" else kwargs.get("dtype", args[0].dtype)
-        return "copies" if args[-1].dtype == into else "copies that convert"
+    if name in MEMORY:
+        return "memory"
+    if name in COPIES:
+        source = args[1] if name == "copy" else args[0]
+        return "copies" if source.dtype == result.dtype else "copies that convert"
     return "sums, factors, masks"
 
 
@@ -92,8 +102,7 @@ def main() -> None:
                 gate = {"no": [], "head": [g.detach()[..., 0].clone().requires_grad_()]}
                 x = [q, k, v, *gate.get(gates, [g])]
                 whole, parts = measure(way(op, x), options.calls)
-                parts.pop(VIEWS, None)
-                parts["Python and dispatch"] = max(0.0, whole - sum(parts.values()))
+                parts[REST] = whole - sum(parts.values())
                 scale = 1e6 * SEGMENT / options.tokens
                 print(f"{passes}, {gates} gate, {str(dtype)[6:]}: {whole * scale:.0f} us")
                 for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):

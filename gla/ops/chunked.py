@@ -34,7 +34,7 @@ from torch import Tensor
 from gla.ops.decay import mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
 from gla.ops.layout import Layout, Segment, boundaries
-from gla.ops.memory import Buffers, empty, fresh
+from gla.ops.memory import Buffers, fresh, new_output
 from gla.ops.once import refuse_double_backward, save_nothing
 from gla.ops.scan import Scan, products_at_bounds, scan
 from gla.ops.tiles import Tiles, chunk_updates, load_tiles, scaled, scores
@@ -81,7 +81,7 @@ def _forward(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = q.new_zeros(N, H, K, V, dtype=wide) if state is None else fresh(state)
     saved = q.new_zeros(boundaries(q, V, cu_seqlens, chunk_size), B, H, K, V, dtype=wide)
-    o = empty((B, T, H, V), v.dtype, v.device)
+    o = new_output((B, T, H, V), v.dtype, v.device)
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
     work = Buffers(wide, product_dtype(q, v), q.device)
     with torch.autocast(q.device.type, enabled=False):
@@ -133,12 +133,12 @@ def _backward(
     layout = Layout(q, V, cu_seqlens, chunk_size)
     grad_initial = fresh(grad_final)
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
-    grads = [empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
+    grads = [new_output(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
     product = product_dtype(q, v)
     if log_decay is not None and need_gate:
         # A gate fixed a head has one gradient for all tokens, summed before it is rounded.
         dtype = wide if log_decay.dim() == 1 else log_decay.dtype
-        grads.append(empty(tuple(inputs[3].shape), dtype, q.device))
+        grads.append(new_output(tuple(inputs[3].shape), dtype, q.device))
         # A gate's gradient is what is left of sums over the chunk: rounded to bf16, they would show
         # in it by 2 to 15 %.
         product = wide

@@ -2,9 +2,9 @@
 
 The C library maps a block over 32 MB afresh at every call, and smaller ones that were at the top of
 the heap often too; filling an output by 4 KB page faults takes as long as a third of the forward
-pass. Asking Linux for 2 MB pages removes most of that. The threads write a segment at a time, both
-halves of which lie on the same such page, so that one waits for the other's fault: blocks that are
-sure to be new are touched first, each half by a thread of its own.
+pass. Asking Linux for 2 MB pages removes most of that. The threads write a segment at a time, whose
+parts lie on one such page, so that one waits for the other's fault: outputs that the C library maps
+are touched first, each part of them by a thread of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 import torch
 from torch import Tensor
 
-_LARGE = 4 << 20  # bytes from which an output lies on huge pages
-_NEW = 32 << 20  # bytes from which the C library has no block to use again
+_LARGE = 4 << 20  # bytes from which a tensor lies on huge pages
+_MAPPED = 32 << 20  # bytes from which glibc, left as it is, maps every block afresh
 _STRIDE = 256  # bytes between touched places: enough of them for torch to use its threads
 
 
@@ -41,8 +41,14 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         start = -(-out.data_ptr() // page) * page
         # Advice: it may be refused.
         advise(start, (out.data_ptr() + out.nbytes - start) // page * page)
-        if out.nbytes >= _NEW:
-            out.view(-1)[:: _STRIDE // out.itemsize].zero_()
+    return out
+
+
+def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``empty`` for what is written at once as a whole: large CPU tensors are in memory already."""
+    out = empty(shape, dtype, device)
+    if out.nbytes >= _MAPPED and device.type == "cpu" and _madvise() is not None:
+        out.view(-1)[:: _STRIDE // out.itemsize].zero_()
     return out
 
 
