@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -211,6 +213,23 @@ def test_gathered_weights_are_the_same_in_one_block(tmp_path, width):
     with torch.no_grad():
         twin.embed.weight.zero_()
     assert model.embed.weight.any()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory as Linux tells it")
+def test_weights_are_gathered_without_a_second_copy_of_all():
+    code = """
+import re
+from torch import nn
+from gla.models.weights import gather
+def megabytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+model = nn.Sequential(*(nn.Linear(3072, 3072, bias=False) for _ in range(5)))  # 36 MB each
+before = megabytes("VmRSS")
+gather(model)
+print(megabytes("VmHWM") - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 90
 
 
 def test_marks_and_forks_survive_compiled_steps(tokenizer, monkeypatch):
