@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gla.ops.memory import Buffers
+from gla.ops.memory import Buffers, multiply
 
 MILD = 16.0
 _BITS = 1 / math.log(2)  # exp2 takes 0.4 of the time of exp
@@ -142,9 +142,10 @@ def factors_from_start(g: Tensor, C: int, H: int, work: Buffers) -> Factors | No
         work: to_q and to_k will lie in it.
     """
     rows, tokens, G, D = g.shape
-    g = work.widen("g_tokens", g).reshape(-1, C, G * D).contiguous()
-    x, to_k = (work(name, *g.shape) for name in ("to_q_tokens", "to_k_tokens"))
-    total = _add_up(torch.mul(g, _BITS, out=x))[:, -1]
+    chunks = (rows * tokens // C, C, G * D)
+    x, to_k = (work(name, *chunks) for name in ("to_q_tokens", "to_k_tokens"))
+    multiply(g, _BITS, out=x.view(g.shape))
+    total = _add_up(x)[:, -1]
     if not bool(total.min() >= -MILD * _BITS):  # so written that NaN is too much
         return None
     torch.reciprocal(x.exp2_(), out=to_k)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla.ops.memory import Buffers
+from gla.ops.memory import Buffers, is_one, multiply
 
 # Elements of one [tiles, C, dim] buffer of a segment: 1 MB in fp32. A call holds ten to forty.
 _SEGMENT_ELEMENTS = 256 * 1024
@@ -137,7 +137,7 @@ class Layout:
         tokens = self.tokens(x, s, x.dtype != out.dtype)
         tiles = tokens.view(s.rows, s.count, self.C, *x.shape[2:]).transpose(2, 3)
         grouped = self._grouped(out, s, x.shape[2])
-        _multiply(tiles.unsqueeze(3), self._grouped(factor, s, x.shape[2]), grouped)
+        multiply(tiles.unsqueeze(3), self._grouped(factor, s, x.shape[2]), grouped)
         return out
 
     def tokens(self, x: Tensor, s: Segment, convert: bool = False) -> Tensor:
@@ -170,14 +170,14 @@ class Layout:
         tiles, factor = self._grouped(tiles, s, G), self._grouped(factor, s, G)
         if G != self.H:
             tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
-        elif tiles.dtype != out.dtype and not _is_one(factor):
+        elif tiles.dtype != out.dtype and not is_one(factor):
             tiles, factor = tiles.mul_(factor), 1.0  # in cache, and rounded as it is written
         order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
         tiles = tiles.permute(order)
         factor = factor if isinstance(factor, (float, int)) else factor.permute(order)
         if self._index is None and stop <= self.T:
             into = out[s.row : s.row + s.rows, first:stop]
-            _multiply(tiles, factor, into.view(s.rows, s.count, C, G, 1, D))
+            multiply(tiles, factor, into.view(s.rows, s.count, C, G, 1, D))
             return
         flat = (tiles * factor).reshape(s.rows, s.count * C, G, D)
         if self._index is None or self._pads is None:
@@ -191,17 +191,3 @@ class Layout:
         if isinstance(x, (float, int)):
             return x
         return x.view(s.rows, s.count, G, self.H // G, *x.shape[-2:])
-
-
-def _is_one(factor: Tensor | float) -> bool:
-    return not isinstance(factor, Tensor) and factor == 1
-
-
-def _multiply(x: Tensor, factor: Tensor | float, out: Tensor) -> None:
-    """out = x * factor, of x's dtype or wider; a factor of 1 goes with any dtype."""
-    if _is_one(factor):
-        out.copy_(x)
-    elif x.dtype == out.dtype:
-        torch.mul(x, factor, out=out)
-    else:
-        out.copy_(x).mul_(factor)

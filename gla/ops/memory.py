@@ -47,7 +47,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``empty`` for what is written at once as a whole: large CPU tensors are in memory already."""
     out = empty(shape, dtype, device)
-    if out.nbytes >= _MAPPED and device.type == "cpu" and _madvise() is not None:
+    if out.nbytes >= _MAPPED and device.type == "cpu":
         out.view(-1)[:: _STRIDE // out.itemsize].zero_()
     return out
 
@@ -55,6 +55,21 @@ def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def fresh(x: Tensor) -> Tensor:
     """A contiguous copy of x, as compiled graphs take an operator's outputs to be."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def is_one(factor: Tensor | float) -> bool:
+    """Whether it is the number 1, by which nothing need be multiplied."""
+    return not isinstance(factor, Tensor) and factor == 1
+
+
+def multiply(x: Tensor, factor: Tensor | float, out: Tensor) -> None:
+    """out = x * factor; where their dtypes differ, x is converted first."""
+    if is_one(factor):
+        out.copy_(x)
+    elif x.dtype == out.dtype:
+        torch.mul(x, factor, out=out)
+    else:
+        out.copy_(x).mul_(factor)
 
 
 class Buffers:
