@@ -1,6 +1,6 @@
 """Speed and memory of the op's torch form, as ratios measured side by side in one process.
 
-    python tools/bench_op.py [--json] [--threads 2] [--seconds 2.5] [--keep-memory]
+    python tools/bench_op.py [--json] [--threads 2] [--seconds 2.5]
 
 Each ratio is the best of several runs over the best of several runs, in two rounds. "products" are
 the op's own matrix products alone, batched as a plain loop would: four forward, ten backward
@@ -9,12 +9,18 @@ mlstm_kernels and the causal product of fast-transformers are measured where the
 and named where not; where the products are compared with the time that a target leaves, 1 and more
 means that the target leaves no time for anything else. ``tools/profile_op.py`` has the parts of the
 op's time. Takes three to five minutes on two cores; each part is printed when measured.
+
+Large outputs are memory new from the system at every call. With
+
+    GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483647
+
+in the environment a process keeps what it frees, and no row pays for that; the row of peak memory
+then shows nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import platform
@@ -304,15 +310,7 @@ def between_cores(when: str) -> dict[str, float]:
     return {f"read from the other core / from the own, {when}": other / same}
 
 
-def keep_memory() -> None:
-    """Let this process keep what it frees (glibc), so that no call waits for new pages."""
-    trim_threshold, mmap_max = -1, -4  # names of malloc.h
-    if hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(mmap_max, 0)
-        library.mallopt(trim_threshold, 2**31 - 1)
-
-
-def new_memory(when: str) -> dict[str, float]:
+def new_memory() -> dict[str, float]:
     """Time of making and filling 134 MB, an output of 65,536 tokens, over that of filling it again.
 
     Some 2 to 3. A virtual machine whose host takes free memory back waits for every page, which can
@@ -329,7 +327,7 @@ def new_memory(when: str) -> dict[str, float]:
         again.append(time.perf_counter() - middle)
         del x
     ratio = statistics.median(first) / statistics.median(again)
-    return {f"134 MB made and filled / filled again, {when}": ratio}
+    return {"134 MB made and filled / filled again": ratio}
 
 
 def describe(figure: tuple[str, float]) -> str:
@@ -348,12 +346,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.5, help="of measuring for each figure")
-    parser.add_argument(
-        "--keep-memory", action="store_true", help="no call waits for memory new from the system"
-    )
     options = parser.parse_args()
-    if options.keep_memory:
-        keep_memory()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     found: dict[str, float] = {}
@@ -364,9 +357,8 @@ def main() -> None:
         if not options.json:
             print("\n".join(map(describe, figures.items())), flush=True)
 
-    if not options.keep_memory:  # a peak shows nothing where memory was kept before
-        note(memory(options.threads))
-    note(new_memory("before"))
+    note(memory(options.threads))
+    note(new_memory())
     note(between_cores("before"))
     parts = (against_products, against_length_and_dtype, against_softmax, against_softmax_model)
     for part in parts:
@@ -380,7 +372,6 @@ def main() -> None:
         except ImportError as reason:
             missing.append(f"{name}: {reason}")
     note(between_cores("after"))
-    note(new_memory("after"))
     if options.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         print(
