@@ -50,7 +50,8 @@ TARGETS = {
     "memory of forward + backward 64k / inputs": (0.5, "at most"),
     "sdpa / channel gate, forward + backward 512": (1.0, "at least"),
     "sdpa / channel gate, forward + backward 8k": (12.0, "at least"),
-    "bf16 / fp32, forward + backward 8k": (0.75, "at most"),
+    "bf16 / fp32, no gate, forward + backward 8k": (0.75, "at most"),
+    "bf16 / fp32, channel gate, forward + backward 8k": (0.75, "at most"),
     "strong gates, forward + backward 8k / products": (5.0, "at most"),
     "training tokens/s, gated / softmax model, T 512": (1.0, "at least"),
     "training tokens/s, gated / softmax model, T 2048": (1.5, "at least"),
@@ -126,6 +127,12 @@ def products(T: int, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
     return run
 
 
+def square() -> Callable[[], Any]:
+    """One fp32 matrix product of as many multiplications as ``products(8192)``."""
+    x, y = (torch.randn(1024, 1024) for _ in range(2))
+    return lambda: torch.mm(x, y)
+
+
 def against_products(seconds: float) -> dict[str, float]:
     x = inputs(16384, grad=True)
     q, k, v, g = (t.detach() for t in inputs(8192))
@@ -155,9 +162,13 @@ def against_length_and_dtype(seconds: float) -> dict[str, float]:
     narrow = inputs(8192, torch.bfloat16, grad=True)
     f_short, f_long = best(forward(op, short), forward(op, long), seconds=2 * seconds)
     b_short, b_long = best(both(op, short), both(op, long), seconds=2 * seconds)
-    wide, half, products_wide, products_half = best(
+    wide, half, none_wide, none_half, f_wide, f_half, products_wide, products_half = best(
         both(op, short),
         both(op, narrow),
+        both(op, short[:3]),
+        both(op, narrow[:3]),
+        forward(op, short),
+        forward(op, narrow),
         products(8192),
         products(8192, torch.bfloat16),
         seconds=seconds,
@@ -165,7 +176,9 @@ def against_length_and_dtype(seconds: float) -> dict[str, float]:
     return {
         "forward 64k / 8k": f_long / f_short,
         "forward + backward 64k / 8k": b_long / b_short,
-        "bf16 / fp32, forward + backward 8k": half / wide,
+        "bf16 / fp32, no gate, forward + backward 8k": none_half / none_wide,
+        "bf16 / fp32, channel gate, forward + backward 8k": half / wide,
+        "bf16 / fp32, channel gate, forward 8k": f_half / f_wide,
         "bf16 / fp32, the four forward products": products_half / products_wide,
     }
 
@@ -251,17 +264,19 @@ def against_mlstm(seconds: float) -> dict[str, float]:
         return h if isinstance(h, Tensor) else h[0]
 
     args, ours = [*peer, *raw], [q, k, v, gate]
-    f_theirs, f_ours, b_theirs, b_ours, four = best(
+    f_theirs, f_ours, b_theirs, b_ours, four, one = best(
         forward(theirs, args),
         forward(op, ours),
         both(theirs, args),
         both(op, ours),
         products(8192),
+        square(),
         seconds=seconds,
     )
     return {
         "mlstm_kernels / head gate, forward 8k": f_theirs / f_ours,
         "products / a fourth of mlstm_kernels, forward 8k": 4 * four / f_theirs,
+        "one product as large / the same fourth": 4 * one / f_theirs,
         "mlstm_kernels / head gate, forward + backward 8k": b_theirs / b_ours,
     }
 

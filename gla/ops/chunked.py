@@ -19,8 +19,14 @@ after the chunk, with ten (S is recomputed from the segment's first state: k~^T 
     dg_u = sum over t >= u of (q~ dq~ - k~ dk~)_t + sum_v S' * dS'
          = sum_v S * dS - sum over t < u of (q~ dq~ - k~ dk~)_t
 
-The terms with the states are what tokens outside the chunk bring. The sums are restarted in every
-chunk, from states that are at hand, so their error does not grow with T.
+The terms with the states are what tokens outside the chunk bring:
+
+    sum_v S * dS   = through + sum over t of (q~ (do (before * S)^T))_t
+    sum_v S' * dS' = through + sum over t of (k~ (v (after * dS')^T))_t
+    through        = total * sum_v S * dS'
+
+They are computed so, as the same products stand in dq~ and dk~: what cancels is rounded alike. The
+sums are restarted in every chunk, so their error does not grow with T.
 
 Chunks are worked on a segment at a time, small enough that its buffers stay in cache; only the
 state before each segment is saved for backward. Time and memory are linear in T.
@@ -31,12 +37,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla.ops.decay import mild_gate_grad, shared
+from gla.ops.decay import Factors, mild_gate_grad, shared
 from gla.ops.heads import gate_as_4d, gate_grad, product_dtype, wide_dtype
-from gla.ops.layout import Layout, Segment, boundaries
+from gla.ops.layout import Layout, boundaries
 from gla.ops.memory import Buffers, fresh, new_output
 from gla.ops.once import refuse_double_backward, save_nothing
-from gla.ops.scan import Scan, products_at_bounds, scan
+from gla.ops.scan import Scan, scan
 from gla.ops.tiles import Tiles, chunk_updates, load_tiles, scaled, scores
 
 Graded = tuple[Tensor, Tensor | float]  # a gradient's tiles, and a factor still to apply
@@ -91,7 +97,7 @@ def _forward(
                 S = q.new_zeros(s.rows, H, K, V, dtype=wide)
             saved[s.index, s.row : s.row + s.rows] = S
             tiles = load_tiles(layout, s, inputs, work)
-            W = chunk_updates(work, "W", tiles.k, tiles.v, tiles.f and tiles.f.after)
+            W = chunk_updates(work, tiles.k, tiles.v, tiles.f and tiles.f.after)
             ahead = scan(layout, s, W, tiles.f and tiles.f.total, S, state, final, work)
             S = ahead.bound
             out = torch.bmm(
@@ -136,12 +142,13 @@ def _backward(
     grads = [new_output(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
     product = product_dtype(q, v)
     if log_decay is not None and need_gate:
+        if inputs[3].shape[3] == 1:
+            # The gradient of a gate that all channels share is a sum over them, which can be small
+            # beside its terms and what rounding to bf16 takes from them.
+            product = wide
         # A gate fixed a head has one gradient for all tokens, summed before it is rounded.
         dtype = wide if log_decay.dim() == 1 else log_decay.dtype
         grads.append(new_output(tuple(inputs[3].shape), dtype, q.device))
-        # A gate's gradient is what is left of sums over the chunk: rounded to bf16, they would show
-        # in it by 2 to 15 %.
-        product = wide
     work = Buffers(wide, product, q.device)
     with torch.autocast(q.device.type, enabled=False):
         dS = q.new_empty(0, dtype=wide)
@@ -152,13 +159,13 @@ def _backward(
             do = work("do", *tiles.v.shape, dtype=work.product)
             layout.load(grad_o, s, do, scale)
             f, S = tiles.f, saved[s.index, s.row : s.row + s.rows]
-            W = chunk_updates(work, "W", tiles.k, tiles.v, f and f.after)
+            W = chunk_updates(work, tiles.k, tiles.v, f and f.after)
             ahead = scan(layout, s, W, f and f.total, S, state, None, work)
-            R = chunk_updates(work, "R", tiles.q, do, f and f.before)
+            R = chunk_updates(work, tiles.q, do, f and f.before)
             total, ends = f and f.total, (grad_final, grad_initial)
             back = scan(layout, s, R, total, dS, *ends, work, reverse=True)
             dS = back.bound
-            found = _gradients(layout, s, tiles, do, ahead, back, work, need_gate)
+            found = _gradients(tiles, do, ahead, back, work, need_gate)
             for (tile, factor), out in zip(found, grads, strict=True):
                 layout.store(tile, s, out, factor)
     dg = gate_grad(grads[3], log_decay) if log_decay is not None and need_gate else q.new_empty(0)
@@ -166,14 +173,7 @@ def _backward(
 
 
 def _gradients(
-    layout: Layout,
-    s: Segment,
-    tiles: Tiles,
-    do: Tensor,
-    ahead: Scan,
-    back: Scan,
-    work: Buffers,
-    need_gate: bool,
+    tiles: Tiles, do: Tensor, ahead: Scan, back: Scan, work: Buffers, need_gate: bool
 ) -> list[Graded]:
     """dq, dk, dv and, where needed, dg of one segment's tiles, each with a factor still to apply.
 
@@ -197,7 +197,7 @@ def _gradients(
     if levels is not None:
         exact, which = _exact_gradients(tiles, dq, dk, dP, ahead, back, work), levels.strong.which
         if which is None:
-            dq = exact[0].addcmul_(work.widen("dq_wide", dq), f.to_q)
+            dq = exact[0].addcmul_(work.widen("scratch", dq), f.to_q)
             dk = exact[1].addcmul_(work.widen("dk_wide", dk), f.to_k)
             found = [(dq, 1.0), (dk, 1.0), (dv, 1.0)]
             return [*found, (exact[2], 1.0)] if need_gate else found
@@ -206,15 +206,17 @@ def _gradients(
     # than the rest. It is added after the gate's gradient is taken, which would have to cancel it.
     own = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1).to(work.dtype, copy=True)
     dP.tril_(-1)
-    dq = work.widen("dq_wide", dq.baddbmm_(dP, k))
+    q_wide, k_wide = work.widen("q", q), work.widen("k", k)
+    ends = _at_ends(q_wide, k_wide, dq, dk, f, ahead, back, work) if need_gate else None
+    dq = work.widen("scratch", dq.baddbmm_(dP, k))
     dk = work.widen("dk_wide", dk.baddbmm_(dP.transpose(1, 2), q))
-    q, k = work.widen("q", q), work.widen("k", k)
+    q, k = q_wide, k_wide
     found = [(dq, f.to_q), (dk, f.to_k), (dv, 1.0)]
-    if need_gate:
+    if ends is not None:
         D = f.total.shape[-2]
-        through = torch.mul(q, dq, out=work("through", *q.shape)).addcmul_(k, dk, value=-1)
-        start, end = (shared(x, D) for x in products_at_bounds(layout, s, ahead, back, work))
-        found.append((mild_gate_grad(shared(through, D), start, end, work), 1.0))
+        inside = torch.mul(q, dq, out=work("x dx", *q.shape)).addcmul_(k, dk, value=-1)
+        start, end = (shared(x, D) for x in ends)
+        found.append((mild_gate_grad(shared(inside, D), start, end, work), 1.0))
     dq.addcmul_(own, k)
     dk.addcmul_(own, q)
     if exact is not None and which is not None:
@@ -224,6 +226,28 @@ def _gradients(
         if need_gate:
             found[3][0].index_copy_(0, which, exact[2])
     return found
+
+
+def _at_ends(
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    f: Factors,
+    ahead: Scan,
+    back: Scan,
+    work: Buffers,
+) -> tuple[Tensor, Tensor]:
+    """Sum over V of the state times its gradient, before and after each chunk, [M, K] each.
+
+    dq and dk are what the states bring to them; see the module's docstring.
+    """
+    through = torch.mul(ahead.states, back.states, out=work("scratch", *ahead.states.shape)).sum(-1)
+    through = through.flatten(0, 2) * f.total.squeeze(-1)
+    x = torch.mul(q, work.widen("scratch", dq), out=work("x dx", *q.shape))
+    start = x.sum(1).add_(through)
+    x = torch.mul(k, work.widen("scratch", dk), out=x)
+    return start, x.sum(1).add_(through)
 
 
 def _exact_gradients(

@@ -89,8 +89,7 @@ class Factors(NamedTuple):
     """What scales q, k and the state in one tile; all exponents at most MILD.
 
     Attributes:
-        to_q, to_k: q~ = q * to_q, k~ = k * to_k. [N, C, D], or a view [rows, count, H, C, D] if
-            they lie in the order of the tokens.
+        to_q, to_k: q~ = q * to_q, k~ = k * to_k. [N, C, D], or by tokens [rows, count * C, H, D].
         before: [N, D, 1] scales the state that q~ reads, or None for 1.
         after: [N, D, 1] scales k~^T v on its way into the state, or None for 1.
         total: [N, D, 1] decay of the state over the chunk.
@@ -149,15 +148,13 @@ def factors_from_start(g: Tensor, C: int, H: int, work: Buffers) -> Factors | No
     if not bool(total.min() >= -MILD * _BITS):  # so written that NaN is too much
         return None
     torch.reciprocal(x.exp2_(), out=to_k)
-    by_chunk = (rows, tokens // C, C, G, D)
-    to_q, to_k = (_to_heads(y.view(by_chunk).transpose(2, 3), H) for y in (x, to_k))
-    total = _to_heads(total.view(rows, tokens // C, G, 1, D), H)
-    total = total.reshape(-1, D, 1)
+    to_q, to_k = (_to_heads(y.view(rows, tokens, G, D), H) for y in (x, to_k))
+    total = _to_heads(total.view(rows, tokens // C, G, D), H).reshape(-1, D, 1)
     return Factors(to_q, to_k, None, total, total, None)
 
 
 def _to_heads(x: Tensor, H: int) -> Tensor:
-    """[rows, count, G, C, D] -> [rows, count, H, C, D]: each of G heads for H / G."""
+    """[..., G, D] -> [..., H, D]: each of G heads for H / G."""
     return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2)
 
 

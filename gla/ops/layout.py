@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla.ops.heads import multiplies_bf16
 from gla.ops.memory import Buffers, is_one, multiply
 
-# Elements of one [tiles, C, dim] buffer of a segment: 1 MB in fp32. A call holds ten to forty.
-_SEGMENT_ELEMENTS = 256 * 1024
+# Bytes of one [tiles, C, dim] buffer that a segment's products read. A call holds ten to forty.
+_SEGMENT_BYTES = 1 << 20
 
 
 def chunk_size_for(tokens: int, sequences: int) -> int:
@@ -35,14 +36,19 @@ class Segment:
     index: int
 
 
-def segment_tokens(B: int, H: int, dim: int, chunk_size: int) -> int:
+def _segment_elements(q: Tensor) -> int:
+    return _SEGMENT_BYTES // (2 if multiplies_bf16(q) else 4)
+
+
+def segment_tokens(q: Tensor, value_dim: int, chunk_size: int) -> int:
     """Tokens of a segment of one row: a multiple of every chunk size up to the given one (0: 64).
 
     It does not depend on T, so a compiled graph serves every length. Chunks are even in number, for
     the scan in halves.
     """
+    B, _, H, K = q.shape
     C = chunk_size or 64
-    tiles = max(1, _SEGMENT_ELEMENTS // (C * dim))
+    tiles = max(1, _segment_elements(q) // (C * max(K, value_dim)))
     rows = max(1, min(B, tiles // (4 * H)))
     count = max(1, tiles // (rows * H))
     return C * (count if count < 3 else count // 2 * 2)
@@ -50,8 +56,8 @@ def segment_tokens(B: int, H: int, dim: int, chunk_size: int) -> int:
 
 def boundaries(q: Tensor, value_dim: int, cu_seqlens: Tensor | None, chunk_size: int) -> int:
     """States to save a row: one before each segment, at most."""
-    B, T, H, K = q.shape
-    size = segment_tokens(B, H, max(K, value_dim), chunk_size)
+    T = q.shape[1]
+    size = segment_tokens(q, value_dim, chunk_size)
     most = T if cu_seqlens is None else T + (cu_seqlens.shape[0] - 1) * (chunk_size or 64)
     return (most + size - 1) // size
 
@@ -75,7 +81,6 @@ class Layout:
 
     def __init__(self, q: Tensor, value_dim: int, cu_seqlens: Tensor | None, chunk_size: int):
         B, T, H, K = q.shape
-        dim = max(K, value_dim)
         sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.C = C = chunk_size or chunk_size_for(T, sequences)
         self.T, self.H = T, H
@@ -89,8 +94,9 @@ class Layout:
             self.starts, self.ends = {0: None}, {self.chunks - 1: None}
         else:
             self._place_documents(cu_seqlens)
-        count = min(segment_tokens(B, H, dim, chunk_size) // C, max(1, self.chunks))
-        rows = max(1, min(B, _SEGMENT_ELEMENTS // (C * dim * H * count)))
+        count = min(segment_tokens(q, value_dim, chunk_size) // C, max(1, self.chunks))
+        tile = C * max(K, value_dim)
+        rows = max(1, min(B, _segment_elements(q) // (tile * H * count)))
         self.segments = [
             Segment(r, min(rows, B - r), c, min(count, self.chunks - c), c // count)
             for r in range(0, B, rows)
@@ -129,21 +135,33 @@ class Layout:
             x: [B, T, G, D]; pads of the segment become 0.
             s: the segment.
             out: [M, C, D] with M = rows * count * H.
-            factor: a number, or [M, C, D or 1], or [rows, count, H, C, D or 1].
+            factor: a number, or [M, C, D or 1], or by tokens [rows, count * C, H, D or 1].
 
         Returns:
             out.
         """
-        tokens = self.tokens(x, s, x.dtype != out.dtype)
-        tiles = tokens.view(s.rows, s.count, self.C, *x.shape[2:]).transpose(2, 3)
-        grouped = self._grouped(out, s, x.shape[2])
-        multiply(tiles.unsqueeze(3), self._grouped(factor, s, x.shape[2]), grouped)
+        G = x.shape[2]
+        if isinstance(factor, Tensor) and factor.dim() == 4:
+            # Before tiles are cut: memory is read in its order, and converted on the way.
+            stage = self._stage("scaled", *factor.shape[:3], x.shape[3], dtype=factor.dtype)
+            by_group = (2, (G, self.H // G))
+            scaled, factor = stage.unflatten(*by_group), factor.unflatten(*by_group)
+            multiply(self.tokens(x, s).unsqueeze(3), factor, scaled)
+            out.view(s.rows, s.count, self.H, self.C, -1).copy_(self._cut(stage, s))
+            return out
+        tiles = self._cut(self.tokens(x, s, staged=x.itemsize < 4), s)
+        out_by_group = self._grouped(out, s, G)
+        multiply(tiles.unsqueeze(3), self._grouped(factor, s, G), out_by_group)
         return out
 
-    def tokens(self, x: Tensor, s: Segment, convert: bool = False) -> Tensor:
+    def _cut(self, tokens: Tensor, s: Segment) -> Tensor:
+        """[rows, count * C, G, D] -> view [rows, count, G, C, D]."""
+        return tokens.view(s.rows, s.count, self.C, *tokens.shape[2:]).transpose(2, 3)
+
+    def tokens(self, x: Tensor, s: Segment, staged: bool = False) -> Tensor:
         """The segment of x [B, T, G, D] as [rows, count * C, G, D], pads 0; a view or a copy.
 
-        A copy where it will be converted: strided reads that convert are slow outside the cache.
+        A copy on the CPU if ``staged``: short rows read out of order are slow outside the cache.
         """
         first, stop = s.first * self.C, (s.first + s.count) * self.C
         shape = (s.rows, stop - first, *x.shape[2:])
@@ -152,7 +170,7 @@ class Layout:
             torch.index_select(x, 1, self._index[first:stop], out=part)
             return part.masked_fill_(self._pads[first:stop].view(1, -1, 1, 1), 0)
         part = x[s.row : s.row + s.rows, first : min(stop, self.T)]
-        if stop <= self.T and not (convert and x.device.type == "cpu"):
+        if stop <= self.T and not (staged and x.device.type == "cpu"):
             return part
         tokens = self._stage(str(x.dtype), *shape, dtype=x.dtype)
         tokens[:, : part.shape[1]].copy_(part)
@@ -167,21 +185,35 @@ class Layout:
         """
         C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
         G, D = out.shape[2:]
-        tiles, factor = self._grouped(tiles, s, G), self._grouped(factor, s, G)
-        if G != self.H:
-            tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
-        elif tiles.dtype != out.dtype and not is_one(factor):
-            tiles, factor = tiles.mul_(factor), 1.0  # in cache, and rounded as it is written
-        order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
-        tiles = tiles.permute(order)
-        factor = factor if isinstance(factor, (float, int)) else factor.permute(order)
-        if self._index is None and stop <= self.T:
-            into = out[s.row : s.row + s.rows, first:stop]
-            multiply(tiles, factor, into.view(s.rows, s.count, C, G, 1, D))
-            return
-        flat = (tiles * factor).reshape(s.rows, s.count * C, G, D)
+        by_tokens = factor if isinstance(factor, Tensor) and factor.dim() == 4 else None
+        if by_tokens is not None and tiles.dtype != out.dtype:
+            # In the order of memory first, so that it is scaled and rounded in long rows.
+            flat = self._stage("scaled", *by_tokens.shape[:3], D, dtype=tiles.dtype)
+            cut = self._cut(flat, s)
+            cut.copy_(tiles.view(cut.shape))
+            flat.mul_(by_tokens)
+            flat = flat if G == self.H else flat.unflatten(2, (G, self.H // G)).sum(3)
+        else:
+            tiles = self._grouped(tiles, s, G)
+            if by_tokens is not None:
+                factor = self._cut(by_tokens, s).unflatten(2, tiles.shape[2:4])
+            else:
+                factor = self._grouped(factor, s, G)
+            if G != self.H:
+                tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
+            elif tiles.dtype != out.dtype and not is_one(factor):
+                tiles, factor = tiles.mul_(factor), 1.0  # in cache, and rounded as it is written
+            order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
+            tiles = tiles.permute(order)
+            factor = factor.permute(order) if isinstance(factor, Tensor) else factor
+            if self._index is None and stop <= self.T:
+                into = out[s.row : s.row + s.rows, first:stop]
+                multiply(tiles, factor, into.view(s.rows, s.count, C, G, 1, D))
+                return
+            flat = (tiles * factor).reshape(s.rows, s.count * C, G, D)
         if self._index is None or self._pads is None:
-            out[s.row : s.row + s.rows, first : self.T].copy_(flat[:, : self.T - first])
+            stop = min(stop, self.T)
+            out[s.row : s.row + s.rows, first:stop].copy_(flat[:, : stop - first])
             return
         real = ~self._pads[first:stop]
         out.index_copy_(1, self._index[first:stop][real], flat[:, real].to(out.dtype))

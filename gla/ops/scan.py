@@ -31,14 +31,10 @@ class Scan(NamedTuple):
     Attributes:
         states: [rows, count, H, K, V], the state before each chunk, or its gradient after each.
         bound: [rows, H, K, V], the state after the segment, or its gradient before it.
-        updates: [rows, count, H, K, V], what each chunk adds.
-        decays: [rows, count, H, D, 1] or None.
     """
 
     states: Tensor
     bound: Tensor
-    updates: Tensor
-    decays: Tensor | None
 
 
 def scan(
@@ -88,26 +84,7 @@ def scan(
             _both_halves(states, updates, decays, ends, reverse)
         if left is not None and chunk in exits:
             left[layout.rows_of(exits[chunk], s)] = places[i + 1]
-    return Scan(states, bound, updates, decays)
-
-
-def products_at_bounds(
-    layout: Layout, s: Segment, ahead: Scan, back: Scan, work: Buffers
-) -> tuple[Tensor, Tensor]:
-    """Sum over V of the state times its gradient, before and after each chunk, [M, K] each."""
-    assert ahead.decays is not None
-    inner = ahead.states[:, 1:]
-    inner = torch.mul(inner, back.states[:, :-1], out=work("S_dS", *inner.shape)).sum(-1)
-    start = torch.cat(((ahead.states[:, 0] * back.bound).sum(-1).unsqueeze(1), inner), 1)
-    end = torch.cat((inner, (ahead.bound * back.states[:, -1]).sum(-1).unsqueeze(1)), 1)
-    for j in range(1, s.count):
-        if s.first + j in layout.starts:  # between two sequences: S of one, dS of the other
-            i = j - 1
-            before = torch.addcmul(back.updates[:, j], back.states[:, j], ahead.decays[:, j])
-            start[:, j] = (ahead.states[:, j] * before).sum(-1)
-            after = torch.addcmul(ahead.updates[:, i], ahead.states[:, i], ahead.decays[:, i])
-            end[:, i] = (after * back.states[:, i]).sum(-1)
-    return start.flatten(0, 2), end.flatten(0, 2)
+    return Scan(states, bound)
 
 
 def _read(states: Tensor | None, rows: slice, out: Tensor) -> None:
@@ -134,7 +111,8 @@ def _both_halves(
 ) -> None:
     """The scan of one row's chunks, two halves at once, from the entry that lies in its place.
 
-    Sizes are those of ``Scan``; ends [2, H, K, V] receives what both halves end with.
+    states, updates [1, count, H, K, V], decays [1, count, H, D, 1]; ends [2, H, K, V] receives what
+    both halves end with.
     """
     states, updates = (x.view(2, -1, *x.shape[2:]) for x in (states, updates))
     over = None

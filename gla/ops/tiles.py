@@ -40,16 +40,17 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
     f = factors_from_start(layout.tokens(g, s), C, layout.H, work)
     if f is None:
         f = factors(layout.load(g, s, work("g", M, C, g.shape[-1])), work)
-    q_buffer, k_buffer = (work(n, M, C, x.shape[-1]) for n, x in (("q", q), ("k", k)))
-    levels = None
-    if f.strong is not None:
-        q, k = layout.load(q, s, q_buffer), layout.load(k, s, k_buffer)
-        levels = Levels(q, k, f.strong, work)
-        q = torch.mul(q, f.to_q, out=work("q_scaled", *q.shape))
-        k = torch.mul(k, f.to_k, out=work("k_scaled", *k.shape))
-    else:
-        q, k = layout.load(q, s, q_buffer, f.to_q), layout.load(k, s, k_buffer, f.to_k)
-    q, k = work.narrow("q~", q), work.narrow("k~", k)
+    if f.to_q.dim() == 4:  # by tokens: applied before the tiles are cut
+        q, k = (
+            layout.load(x, s, work(name, M, C, x.shape[-1], dtype=work.product), factor)
+            for name, x, factor in (("q~", q, f.to_q), ("k~", k, f.to_k))
+        )
+        return Tiles(q, k, v, f, None)
+    q, k = (layout.load(x, s, work(n, M, C, x.shape[-1])) for n, x in (("q", q), ("k", k)))
+    levels = f.strong and Levels(q, k, f.strong, work)
+    q = torch.mul(q, f.to_q, out=work("q_scaled", *q.shape))
+    k = torch.mul(k, f.to_k, out=work("k_scaled", *k.shape))
+    q, k = work.narrow("q~ narrow", q), work.narrow("k~ narrow", k)
     return Tiles(q, k, v, f, levels)
 
 
@@ -67,10 +68,13 @@ def scores(tiles: Tiles, work: Buffers) -> Tensor:
     return P
 
 
-def chunk_updates(work: Buffers, name: str, a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
-    """factor * (a^T b) [M, K, V] from a [M, C, K], b [M, C, V], factor [M, K or 1, 1]."""
-    W = work(name, a.shape[0], a.shape[2], b.shape[2], dtype=work.product)
-    W = work.widen(name + "_wide", torch.bmm(a.transpose(1, 2), b, out=W))
+def chunk_updates(work: Buffers, a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
+    """factor * (a^T b) [M, K, V] from a [M, C, K], b [M, C, V], factor [M, K or 1, 1].
+
+    It lies in a buffer until the next call.
+    """
+    W = work("updates", a.shape[0], a.shape[2], b.shape[2], dtype=work.product)
+    W = work.widen("scratch", torch.bmm(a.transpose(1, 2), b, out=W))
     return W if factor is None else W.mul_(factor)
 
 
@@ -79,4 +83,5 @@ def scaled(work: Buffers, name: str, states: Tensor, factor: Tensor | None) -> T
     flat = states.flatten(0, 2)
     if factor is None:
         return work.narrow(name, flat)
-    return torch.mul(flat, factor, out=work(name, *flat.shape, dtype=work.product))
+    wide = name if work.product == work.dtype else "scratch"
+    return work.narrow(name, torch.mul(flat, factor, out=work(wide, *flat.shape)))

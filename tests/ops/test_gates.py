@@ -59,7 +59,7 @@ def test_half_precision(
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("tokens", [16, 64])
-@pytest.mark.parametrize("level", [-0.1, -0.3, -1.0, -3.0])
+@pytest.mark.parametrize("level", [-0.1, -0.3, -0.45, -1.0, -3.0])
 def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, level: float) -> None:
     """A gate's gradient is wide even beside half-precision inputs.
 
@@ -72,6 +72,17 @@ def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, lev
         )
         assert_correct(inputs, impl, loss="state")
         assert_correct(inputs, impl, loss="both")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("gate", ["fixed", "head"])
+@pytest.mark.parametrize("seed", range(8))
+def test_gate_gradients_that_are_small_beside_their_terms(impl: str, gate: str, seed: int) -> None:
+    """One number for all channels, or for all tokens too, and some draws where it is near 0."""
+    wide = {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "seed": seed}
+    inputs = make_inputs(1, 16, 1, 16, 16, gate=gate, level=-0.3, **wide)
+    assert_correct(inputs, impl, loss="state")
+    assert_correct(inputs, impl, loss="o")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
