@@ -6,7 +6,7 @@ Each ratio is the best of several runs over the best of several runs, in two rou
 the op's own matrix products alone, batched as a plain loop would: four forward, ten backward
 (counted as 2.5 times the four). B 1, H 8, K = V = 64, fp32 unless a row says otherwise.
 mlstm_kernels and the causal product of fast-transformers are measured where they can be imported,
-and named where not; where the products are compared with the time that a target leaves, 1 and more
+and named where not; where products are compared with the time that a target leaves, 1 and more
 means that the target leaves no time for anything else. ``tools/profile_op.py`` has the parts of the
 op's time. Takes three to five minutes on two cores; each part is printed when measured.
 
@@ -355,9 +355,7 @@ def describe(figure: tuple[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=f"{str(__doc__).split(chr(10))[0]} Takes three to five minutes on two cores."
-    )
+    parser = argparse.ArgumentParser(description=f"{str(__doc__).split(chr(10))[0]} Five minutes.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.5, help="of measuring for each figure")
