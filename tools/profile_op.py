@@ -2,7 +2,7 @@
 
     python tools/profile_op.py [--tokens 8192] [--threads 2] [--calls 10]
 
-B 1, H 8, K = V = 64. Microseconds for 512 tokens of the 8 heads, which is a segment: the whole as
+B 1, H 8, K = V = 64. Microseconds for 512 tokens of the 8 heads, a segment in fp32: the whole as
 it runs alone, and its parts, from calls in between whose operations are timed one by one, each with
 its dispatch. What is left is Python and views. torch's profiler would count this too, but writing
 its records between the operations makes those that wait for memory up to ten times as long.

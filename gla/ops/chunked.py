@@ -25,8 +25,9 @@ The terms with the states are what tokens outside the chunk bring:
     sum_v S' * dS' = through + sum over t of (k~ (v (after * dS')^T))_t
     through        = total * sum_v S * dS'
 
-They are computed so, as the same products stand in dq~ and dk~: what cancels is rounded alike. The
-sums are restarted in every chunk, so their error does not grow with T.
+They are computed so, as the same products stand in dq~ and dk~: what cancels is rounded alike, and
+dP k~ and dP^T q~ are not rounded at all, also where the other products are in bf16. The sums are
+restarted in every chunk, so their error does not grow with T.
 
 Chunks are worked on a segment at a time, small enough that its buffers stay in cache; only the
 state before each segment is saved for backward. Time and memory are linear in T.
@@ -83,10 +84,10 @@ def _forward(
     """Returns o, the final state, and the states before each segment [segments, B, H, K, V]."""
     B, T, H, K = q.shape
     V, wide = v.shape[-1], wide_dtype(q.dtype)
-    layout = Layout(q, V, cu_seqlens, chunk_size)
+    layout = Layout(q, V, log_decay, cu_seqlens, chunk_size)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = q.new_zeros(N, H, K, V, dtype=wide) if state is None else fresh(state)
-    saved = q.new_zeros(boundaries(q, V, cu_seqlens, chunk_size), B, H, K, V, dtype=wide)
+    saved = q.new_zeros(boundaries(q, V, log_decay, cu_seqlens, chunk_size), B, H, K, V, dtype=wide)
     o = new_output((B, T, H, V), v.dtype, v.device)
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
     work = Buffers(wide, product_dtype(q, v), q.device)
@@ -114,7 +115,7 @@ def _(q, k, v, log_decay, state, cu_seqlens, scale, chunk_size):
     V, wide = v.shape[-1], wide_dtype(q.dtype)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     o, final = v.new_empty(B, T, H, V), q.new_empty(N, H, K, V, dtype=wide)
-    saved = boundaries(q, V, cu_seqlens, chunk_size)
+    saved = boundaries(q, V, log_decay, cu_seqlens, chunk_size)
     return o, final, q.new_empty(saved, B, H, K, V, dtype=wide)
 
 
@@ -136,15 +137,15 @@ def _backward(
     """Returns dq, dk, dv, d log_decay (empty unless needed) and the initial state's gradient."""
     B, T, H, K = q.shape
     V, wide = v.shape[-1], wide_dtype(q.dtype)
-    layout = Layout(q, V, cu_seqlens, chunk_size)
+    layout = Layout(q, V, log_decay, cu_seqlens, chunk_size)
     grad_initial = fresh(grad_final)
     inputs = [q, k, v] if log_decay is None else [q, k, v, gate_as_4d(log_decay, B, T)]
     grads = [new_output(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
     product = product_dtype(q, v)
     if log_decay is not None and need_gate:
         if inputs[3].shape[3] == 1:
-            # The gradient of a gate that all channels share is a sum over them, which can be small
-            # beside its terms and what rounding to bf16 takes from them.
+            # All channels share the gate: its gradient is a sum over them, in some calls smaller
+            # than the roundings of its terms to bf16.
             product = wide
         # A gate fixed a head has one gradient for all tokens, summed before it is rounded.
         dtype = wide if log_decay.dim() == 1 else log_decay.dtype
@@ -197,8 +198,8 @@ def _gradients(
     if levels is not None:
         exact, which = _exact_gradients(tiles, dq, dk, dP, ahead, back, work), levels.strong.which
         if which is None:
-            dq = exact[0].addcmul_(work.widen("scratch", dq), f.to_q)
-            dk = exact[1].addcmul_(work.widen("dk_wide", dk), f.to_k)
+            dq = exact[0].addcmul_(work.widen("dq wide", dq), f.to_q)
+            dk = exact[1].addcmul_(work.widen("dk wide", dk), f.to_k)
             found = [(dq, 1.0), (dk, 1.0), (dv, 1.0)]
             return [*found, (exact[2], 1.0)] if need_gate else found
         dP.index_fill_(0, which, 0.0)
@@ -206,11 +207,15 @@ def _gradients(
     # than the rest. It is added after the gate's gradient is taken, which would have to cancel it.
     own = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1).to(work.dtype, copy=True)
     dP.tril_(-1)
-    q_wide, k_wide = work.widen("q", q), work.widen("k", k)
-    ends = _at_ends(q_wide, k_wide, dq, dk, f, ahead, back, work) if need_gate else None
-    dq = work.widen("scratch", dq.baddbmm_(dP, k))
-    dk = work.widen("dk_wide", dk.baddbmm_(dP.transpose(1, 2), q))
-    q, k = q_wide, k_wide
+    # The gate's gradient is a difference of sums of q~ dq~ and k~ dk~: what comes to them now is
+    # not rounded, and neither are they.
+    q, k, dq, dk = (
+        work.widen(f"{name} wide", x) for name, x in (("q", q), ("k", k), ("dq", dq), ("dk", dk))
+    )
+    ends = _at_ends(q, k, dq, dk, f, ahead, back, work) if need_gate else None
+    dP = work.widen("scratch", dP)
+    dq.baddbmm_(dP, k)
+    dk.baddbmm_(dP.transpose(1, 2), q)
     found = [(dq, f.to_q), (dk, f.to_k), (dv, 1.0)]
     if ends is not None:
         D = f.total.shape[-2]
@@ -244,10 +249,9 @@ def _at_ends(
     """
     through = torch.mul(ahead.states, back.states, out=work("scratch", *ahead.states.shape)).sum(-1)
     through = through.flatten(0, 2) * f.total.squeeze(-1)
-    x = torch.mul(q, work.widen("scratch", dq), out=work("x dx", *q.shape))
+    x = torch.mul(q, dq, out=work("x dx", *q.shape))
     start = x.sum(1).add_(through)
-    x = torch.mul(k, work.widen("scratch", dk), out=x)
-    return start, x.sum(1).add_(through)
+    return start, torch.mul(k, dk, out=x).sum(1).add_(through)
 
 
 def _exact_gradients(

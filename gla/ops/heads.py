@@ -39,15 +39,6 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def multiplies_bf16(x: Tensor) -> bool:
-    """Whether x is bf16 and its device multiplies that natively."""
-    if x.dtype != torch.bfloat16:
-        return False
-    return x.device.type == "cuda" or (
-        x.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    )
-
-
 def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
     """What the matrix products of q [B, T, H, K] and v [B, T, G, V] read and write.
 
@@ -57,4 +48,9 @@ def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
     for the roundings to average out.
     """
     small = min(q.shape[1], q.shape[3], v.shape[3]) < 16
-    return torch.bfloat16 if multiplies_bf16(v) and not small else wide_dtype(v.dtype)
+    if v.dtype != torch.bfloat16 or small:
+        return wide_dtype(v.dtype)
+    native = v.device.type == "cuda" or (
+        v.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    )
+    return torch.bfloat16 if native else torch.float32

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla.ops.heads import multiplies_bf16
 from gla.ops.memory import Buffers, is_one, multiply
 
-# Bytes of one [tiles, C, dim] buffer that a segment's products read. A call holds ten to forty.
-_SEGMENT_BYTES = 1 << 20
+# Elements of one [tiles, C, dim] buffer of a segment: 1 MB in fp32. A call holds ten to forty.
+_SEGMENT_ELEMENTS = 256 * 1024
 
 
 def chunk_size_for(tokens: int, sequences: int) -> int:
@@ -36,11 +35,13 @@ class Segment:
     index: int
 
 
-def _segment_elements(q: Tensor) -> int:
-    return _SEGMENT_BYTES // (2 if multiplies_bf16(q) else 4)
+def _segment_elements(q: Tensor, log_decay: Tensor | None) -> int:
+    """Twice as many where products read bf16 in both directions: no gate that channels share."""
+    bf16 = q.dtype == torch.bfloat16 and (log_decay is None or log_decay.dim() == 4)
+    return _SEGMENT_ELEMENTS * (2 if bf16 else 1)
 
 
-def segment_tokens(q: Tensor, value_dim: int, chunk_size: int) -> int:
+def segment_tokens(q: Tensor, value_dim: int, log_decay: Tensor | None, chunk_size: int) -> int:
     """Tokens of a segment of one row: a multiple of every chunk size up to the given one (0: 64).
 
     It does not depend on T, so a compiled graph serves every length. Chunks are even in number, for
@@ -48,16 +49,22 @@ def segment_tokens(q: Tensor, value_dim: int, chunk_size: int) -> int:
     """
     B, _, H, K = q.shape
     C = chunk_size or 64
-    tiles = max(1, _segment_elements(q) // (C * max(K, value_dim)))
+    tiles = max(1, _segment_elements(q, log_decay) // (C * max(K, value_dim)))
     rows = max(1, min(B, tiles // (4 * H)))
     count = max(1, tiles // (rows * H))
     return C * (count if count < 3 else count // 2 * 2)
 
 
-def boundaries(q: Tensor, value_dim: int, cu_seqlens: Tensor | None, chunk_size: int) -> int:
+def boundaries(
+    q: Tensor,
+    value_dim: int,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> int:
     """States to save a row: one before each segment, at most."""
     T = q.shape[1]
-    size = segment_tokens(q, value_dim, chunk_size)
+    size = segment_tokens(q, value_dim, log_decay, chunk_size)
     most = T if cu_seqlens is None else T + (cu_seqlens.shape[0] - 1) * (chunk_size or 64)
     return (most + size - 1) // size
 
@@ -68,6 +75,7 @@ class Layout:
     Args:
         q: [B, T, H, K].
         value_dim: V.
+        log_decay: the gate, or None.
         cu_seqlens: [N+1] or None.
         chunk_size: C, or 0 to choose it from T and N.
 
@@ -79,7 +87,14 @@ class Layout:
             each row is one sequence, and the index is None.
     """
 
-    def __init__(self, q: Tensor, value_dim: int, cu_seqlens: Tensor | None, chunk_size: int):
+    def __init__(
+        self,
+        q: Tensor,
+        value_dim: int,
+        log_decay: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> None:
         B, T, H, K = q.shape
         sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.C = C = chunk_size or chunk_size_for(T, sequences)
@@ -94,9 +109,9 @@ class Layout:
             self.starts, self.ends = {0: None}, {self.chunks - 1: None}
         else:
             self._place_documents(cu_seqlens)
-        count = min(segment_tokens(q, value_dim, chunk_size) // C, max(1, self.chunks))
+        count = min(segment_tokens(q, value_dim, log_decay, chunk_size) // C, max(1, self.chunks))
         tile = C * max(K, value_dim)
-        rows = max(1, min(B, _segment_elements(q) // (tile * H * count)))
+        rows = max(1, min(B, _segment_elements(q, log_decay) // (tile * H * count)))
         self.segments = [
             Segment(r, min(rows, B - r), c, min(count, self.chunks - c), c // count)
             for r in range(0, B, rows)
@@ -161,7 +176,8 @@ class Layout:
     def tokens(self, x: Tensor, s: Segment, staged: bool = False) -> Tensor:
         """The segment of x [B, T, G, D] as [rows, count * C, G, D], pads 0; a view or a copy.
 
-        A copy on the CPU if ``staged``: short rows read out of order are slow outside the cache.
+        A copy on the CPU if ``staged``: rows of 2-byte numbers are so short that reading them out
+        of order, from memory, takes longer than reading them in order first.
         """
         first, stop = s.first * self.C, (s.first + s.count) * self.C
         shape = (s.rows, stop - first, *x.shape[2:])

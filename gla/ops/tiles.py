@@ -50,7 +50,7 @@ def load_tiles(layout: Layout, s: Segment, inputs: list[Tensor], work: Buffers) 
     levels = f.strong and Levels(q, k, f.strong, work)
     q = torch.mul(q, f.to_q, out=work("q_scaled", *q.shape))
     k = torch.mul(k, f.to_k, out=work("k_scaled", *k.shape))
-    q, k = work.narrow("q~ narrow", q), work.narrow("k~ narrow", k)
+    q, k = work.narrow("q~", q), work.narrow("k~", k)
     return Tiles(q, k, v, f, levels)
 
 
@@ -71,7 +71,7 @@ def scores(tiles: Tiles, work: Buffers) -> Tensor:
 def chunk_updates(work: Buffers, a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
     """factor * (a^T b) [M, K, V] from a [M, C, K], b [M, C, V], factor [M, K or 1, 1].
 
-    It lies in a buffer until the next call.
+    It lies in "updates" or, converted, in "scratch", which the next that uses these overwrites.
     """
     W = work("updates", a.shape[0], a.shape[2], b.shape[2], dtype=work.product)
     W = work.widen("scratch", torch.bmm(a.transpose(1, 2), b, out=W))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import gla
 from gla.testing import GATE_LEVELS, GATE_PATTERNS, Inputs, error, limit, make_inputs
-from tests.ops.agreement import IMPLS, assert_correct, evaluate, expect, oracle_values
+from tests.ops.agreement import IMPLS, LOSSES, assert_correct, evaluate, expect, oracle_values
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +60,7 @@ def test_half_precision(
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("tokens", [16, 64])
-@pytest.mark.parametrize("level", [-0.1, -0.3, -0.45, -1.0, -3.0])
+@pytest.mark.parametrize("level", [-0.1, -0.3, -0.49, -1.0, -3.0])
 def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, level: float) -> None:
     """A gate's gradient is wide even beside half-precision inputs.
 
@@ -70,8 +71,33 @@ def test_gate_gradients_in_half_precision(impl: str, gate: str, tokens: int, lev
         inputs = make_inputs(
             2, tokens, 2, 32, 32, gate=gate, level=level, dtype=dtype, gate_dtype=torch.float32
         )
-        assert_correct(inputs, impl, loss="state")
-        assert_correct(inputs, impl, loss="both")
+        for loss in LOSSES:
+            assert_correct(inputs, impl, loss=loss)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("tokens", "chunk_size", "level"), [(64, 64, -0.49), (128, 128, -0.245)])
+def test_gate_gradients_in_bf16_are_as_exact_as_its_outputs(
+    impl: str, tokens: int, chunk_size: int, level: float
+) -> None:
+    """Where sums over a chunk are longest beside what is left of them."""
+    for seed in range(4):
+        inputs = make_inputs(
+            1,
+            tokens,
+            1,
+            16,
+            16,
+            level=level,
+            state=False,
+            dtype=torch.bfloat16,
+            seed=seed,
+            gate_dtype=torch.float32,
+        )
+        options: dict[str, Any] = {"chunk_size": chunk_size} if impl == "torch" else {}
+        got = evaluate(inputs, impl, loss="o", **options).gradients["log_decay"]
+        want = expect(inputs, loss="o").gradients["log_decay"]
+        assert error(got, want) <= limit(torch.bfloat16)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
