@@ -3,7 +3,7 @@
 A sequence is cut into chunks of C tokens. With the factors of ``gla.ops.decay`` (all 1 without a
 gate), q~ = q * to_q and k~ = k * to_k, a chunk that starts from state S computes
 
-    P  = tril(q~ k~^T)                           (exact_scores on strong tiles)
+    P  = tril(q~ k~^T)                           (exactly, on strong tiles: Levels)
     o  = P v + q~ (before * S)                   times scale
     S' = total * S + after * (k~^T v)
 
