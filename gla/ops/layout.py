@@ -150,13 +150,13 @@ class Layout:
             x: [B, T, G, D]; pads of the segment become 0.
             s: the segment.
             out: [M, C, D] with M = rows * count * H.
-            factor: a number, or [M, C, D or 1], or by tokens [rows, count * C, H, D or 1].
+            factor: a number, or by tokens [rows, count * C, H, D or 1].
 
         Returns:
             out.
         """
         G = x.shape[2]
-        if isinstance(factor, Tensor) and factor.dim() == 4:
+        if isinstance(factor, Tensor):
             # Before tiles are cut: memory is read in its order, and converted on the way.
             stage = self._stage("scaled", *factor.shape[:3], x.shape[3], dtype=factor.dtype)
             by_group = (2, (G, self.H // G))
@@ -165,8 +165,7 @@ class Layout:
             out.view(s.rows, s.count, self.H, self.C, -1).copy_(self._cut(stage, s))
             return out
         tiles = self._cut(self.tokens(x, s, staged=x.itemsize < 4), s)
-        out_by_group = self._grouped(out, s, G)
-        multiply(tiles.unsqueeze(3), self._grouped(factor, s, G), out_by_group)
+        multiply(tiles.unsqueeze(3), factor, self._grouped(out, s, G))
         return out
 
     def _cut(self, tokens: Tensor, s: Segment) -> Tensor:
@@ -196,8 +195,8 @@ class Layout:
     def store(self, tiles: Tensor, s: Segment, out: Tensor, factor: Tensor | float = 1.0) -> None:
         """Write tiles [rows * count * H, C, D], times factor, to the tokens of out [B, T, G, D].
 
-        With G < H the heads of a group are summed. ``factor`` is that of ``load``; the tiles may be
-        overwritten.
+        With G < H the heads of a group are summed. ``factor`` is that of ``load``, or [M, C, D or
+        1]; the tiles may be overwritten.
         """
         C, first, stop = self.C, s.first * self.C, (s.first + s.count) * self.C
         G, D = out.shape[2:]
@@ -208,25 +207,32 @@ class Layout:
             cut = self._cut(flat, s)
             cut.copy_(tiles.view(cut.shape))
             flat.mul_(by_tokens)
-            flat = flat if G == self.H else flat.unflatten(2, (G, self.H // G)).sum(3)
+            self._write(flat if G == self.H else flat.unflatten(2, (G, -1)).sum(3), s, out)
+            return
+        tiles = self._grouped(tiles, s, G)
+        if by_tokens is not None:
+            factor = self._cut(by_tokens, s).unflatten(2, tiles.shape[2:4])
         else:
-            tiles = self._grouped(tiles, s, G)
-            if by_tokens is not None:
-                factor = self._cut(by_tokens, s).unflatten(2, tiles.shape[2:4])
-            else:
-                factor = self._grouped(factor, s, G)
-            if G != self.H:
-                tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
-            elif tiles.dtype != out.dtype and not is_one(factor):
-                tiles, factor = tiles.mul_(factor), 1.0  # in cache, and rounded as it is written
-            order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
-            tiles = tiles.permute(order)
-            factor = factor.permute(order) if isinstance(factor, Tensor) else factor
-            if self._index is None and stop <= self.T:
-                into = out[s.row : s.row + s.rows, first:stop]
-                multiply(tiles, factor, into.view(s.rows, s.count, C, G, 1, D))
-                return
-            flat = (tiles * factor).reshape(s.rows, s.count * C, G, D)
+            factor = self._grouped(factor, s, G)
+        if G != self.H:
+            tiles, factor = (tiles * factor).sum(3, keepdim=True), 1.0
+        elif tiles.dtype != out.dtype and not is_one(factor):
+            tiles, factor = tiles.mul_(factor), 1.0  # in cache, and rounded as it is written
+        order = (0, 1, 4, 2, 3, 5)  # to [rows, count, C, G, 1, D]
+        tiles = tiles.permute(order)
+        factor = factor.permute(order) if isinstance(factor, Tensor) else factor
+        if self._index is None and stop <= self.T:
+            into = out[s.row : s.row + s.rows, first:stop]
+            multiply(tiles, factor, into.view(s.rows, s.count, C, G, 1, D))
+        else:
+            self._write((tiles * factor).reshape(s.rows, s.count * C, G, D), s, out)
+
+    def _write(self, flat: Tensor, s: Segment, out: Tensor) -> None:
+        """Write [rows, count * C, G, D], without pads, to the segment's tokens of out [B, T, G, D].
+
+        Rounded to out's dtype.
+        """
+        first, stop = s.first * self.C, (s.first + s.count) * self.C
         if self._index is None or self._pads is None:
             stop = min(stop, self.T)
             out[s.row : s.row + s.rows, first:stop].copy_(flat[:, : stop - first])
